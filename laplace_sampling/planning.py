@@ -1,7 +1,6 @@
 """`PlannedModel`: what a fit will do and cost, before it runs."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from laplace_sampling.criterion import with_selection
@@ -54,9 +53,7 @@ class PlannedModel(FittedModel):
             held_out = None
             if val_loader is not None:
                 held_out = HeldOut.read(val_loader, self.network, settings, data.get("unpack"))
-            plan = _plan_of(with_selection(criterion, settings, problem, held_out), settings.method)
-            shards = self.network.shell.shards
-            return plan if shards is None else replace(plan, gathered=shards.bytes())
+            return _plan_of(with_selection(criterion, settings, problem, held_out), settings.method)
         finally:
             batching.max_rows = max_rows
             self.network.products.update(counts)

@@ -23,7 +23,6 @@ def laplace_of(
     prior: str | Prior = "isotropic",
     prior_precision: float | None = None,
     noise_precision: Any = None,
-    noise_at: str | None = None,
     observe: Any = None,
     method: str | Method = "auto",
     solver: SGD | SVRG | dict | None = None,
@@ -36,7 +35,7 @@ def laplace_of(
     prior = as_prior(prior)
     if prior_precision is not None:
         prior = replace(prior, precision=prior_precision)
-    noise = {"noise_precision": noise_precision, "noise_at": noise_at, "observe": observe}
+    noise = {"noise_precision": noise_precision, "observe": observe}
     noise = {name: value for name, value in noise.items() if value is not None}
     if noise:
         likelihood = Gaussian(**noise) if likelihood == "regression" else replace(likelihood, **noise)

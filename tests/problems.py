@@ -9,11 +9,13 @@ from cases import Case, make_case
 from torch import Tensor, nn
 
 from laplace_sampling import Gaussian, GPrior, IsotropicPrior, LayerwisePrior
+from laplace_sampling.gp.evidence import Optimum
+from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
@@ -60,12 +62,17 @@ def noisy(num: int, outputs: int = 1, noise: float = 0.3, seed: int = 0) -> tupl
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
     x = normal(num, 2)
-    case = Case(net, Gaussian(1.0, noise_at="mode"), x, torch.zeros(num, outputs, dtype=torch.float64), 10)
+    case = Case(net, Gaussian(1.0), x, torch.zeros(num, outputs, dtype=torch.float64), 10)
     model = case.linear_model("homogeneous")
     theta = normal(model.features.size) * 0.7
     case.y = model.outputs(theta[None])[0] + noise * normal(num, outputs)
     model = case.linear_model("homogeneous")
     return case, model, make_prior(model, case, "isotropic")
+
+
+def largest_evidence(model: LinearModel, prior: GaussianPrior) -> Optimum:
+    """Precisions of prior and noise that both are of largest evidence."""
+    return GramPosterior.of(model, prior).evidence.largest((overall_precision(prior), 1.0), (True, True))
 
 
 def many(name: str) -> tuple[Case, LinearModel, GaussianPrior]:

@@ -1,7 +1,7 @@
 r"""Hyperparameters by expectation maximisation on samples (thesis §6.2, Alg. 3–4, with their errata).
 
 One step: samples and mode at the current `(α, b)`; the effective dimension `γ = Tr(H⁻¹M)`; then MacKay's update
-`α ← γ/‖θ̄‖²` and, for a Gaussian likelihood, `b ← (N·C − γ)/‖y − h(θ̄)‖²`.
+`α ← γ/‖θ̄‖²` and, for a Gaussian likelihood, `b ← (N·C − γ)/‖y − f‖²`.
 """
 
 import math
@@ -73,20 +73,18 @@ def effective_dimension(leverage: Float[Tensor, "L G"], exact: bool) -> tuple[Fl
     return leverage.mean(0), error
 
 
-def noise_update(model: LinearModel, gamma: Tensor, mode_outputs: Float[Tensor, "N C"]) -> Tensor:
-    r"""MacKay's update of the noise precision, `b ← (N·C − γ)/Σ‖y − h(θ̄)‖²`; one an output if `b` is a vector.
+def noise_update(model: LinearModel, gamma: Tensor) -> Tensor:
+    r"""MacKay's update of the noise precision, `b ← (N·C − γ)/Σ‖y − f‖²`; one an output if `b` is a vector.
 
     `N·C` is the number of targets.
 
     Args:
         model: the linear model.
         gamma: `γ`, of each group of the prior; or `γ_c` of each output, if `b` is a vector; see `dimensions_by_output`.
-        mode_outputs: `h(θ̄)`.
     """
     likelihood = model.likelihood
     assert isinstance(likelihood, Gaussian)
-    outputs = mode_outputs if likelihood.noise_at == "mode" else model.network_outputs
-    errors = model.squared_errors(outputs)
+    errors = model.squared_errors(model.network_outputs)
     # γ of samples that have not converged may exceed the number of observations: a hundredth of them stays free.
     if torch.as_tensor(likelihood.noise_precision).dim() == 0:
         num = model.num_observations
@@ -104,8 +102,7 @@ def dimensions_by_output(
     with ggn.features.summing(used):
         for batch in ggn.features.own_chunks():
             changes = ggn.features.jvp(samples, batch)
-            at = model.features.pick(mode_outputs, batch)
-            roots = model.likelihood.root_transpose(at, changes, model.targets_of(batch))
+            roots = model.likelihood.root_transpose(mode_outputs[batch], changes, model.targets[batch])
             used += (roots.double() ** 2).sum(1)
     return used
 
@@ -235,7 +232,7 @@ class _Iteration:
         likelihood, e = self.model.likelihood, expectation
         if not (isinstance(likelihood, Gaussian) and likelihood.learn):
             return likelihood
-        updated = noise_update(self.model, e.gamma if e.gamma_by_output is None else e.gamma_by_output, e.mode_outputs)
+        updated = noise_update(self.model, e.gamma if e.gamma_by_output is None else e.gamma_by_output)
         return likelihood.with_precision(updated.clamp(*self.noise_bounds))
 
     def _record(self, expectation: _Expectation, updated: GaussianPrior, started: float) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import MarginalLikelihood, Traces
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import clamped, mackay_root
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -119,11 +118,6 @@ def best_network_evidence(
         if evidence.traces.exact or runs == _RUNS or abs(math.log10(away)) <= DECADES:
             return alpha, evidence.at(alpha, factor)
         prior, runs = prior.with_precision(prior.precision * away), runs + 1
-
-
-def has_network_noise(likelihood: Likelihood) -> bool:
-    """Whether the noise is Gaussian, and that of the network's own residuals."""
-    return isinstance(likelihood, Gaussian) and likelihood.noise_at == "network"
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,18 @@ in `O(n)` for each `(α, b)`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.bounds import (
     NOISE_BOUNDS,
     PRECISION_BOUNDS,
     Bounds,
     check_bounds,
-    clamped,
     is_at_bound,
 )
 from laplace_sampling.solvers.root import falling_root
@@ -53,9 +50,9 @@ class Optimum:
         precision: `α`.
         noise_precision: `b`.
         log_evidence: `log p(y)`, a sum over the data.
-        gradient: `∂ log p/∂ log α` and `∂ log p/∂ log b`, zero for what was learnt.
+        gradient: `∂ log p/∂ log α` and `∂ log p/∂ log b`.
         at_bounds: which of `"precision"` and `"noise_precision"` ended at one of its bounds.
-        converged: whether the gradient of what was learnt vanishes, inside the bounds.
+        converged: whether the evidence is flat in an `α` that was learnt, and nothing ended at a bound.
     """
 
     precision: float
@@ -142,117 +139,70 @@ class RegressionEvidence:
         self,
         start: tuple[float, float],
         learn: tuple[bool, bool],
-        precision_bounds: Bounds = PRECISION_BOUNDS,
-        noise_bounds: Bounds = NOISE_BOUNDS,
+        bounds: HyperparameterBounds | None = None,
+        squares: float | None = None,
     ) -> Optimum:
-        """The `α` and `b` of largest evidence, to rounding.
+        """The `α` of largest evidence at `b = (n − γ)/s`, where `s` are the squared errors of a network or of the mode.
+
+        For the errors of the mode that is the `b` of largest evidence, too.
 
         Args:
             start: `α` and `b`, which stay where they are not learnt.
             learn: which of both are learnt.
-            precision_bounds: within which `α` is kept.
-            noise_bounds: within which `b` is kept.
+            bounds: within which they are kept.
+            squares: `s = Σ(y − f)²/R` of a network `f`; by default those of the mode.
         """
-        check_bounds(precision_bounds, noise_bounds)
-        bounds = (precision_bounds, noise_bounds)
-        precisions = start
-        if all(learn):
-            precisions = self._largest_in_both(bounds)
-        elif any(learn):
-            precisions = self._largest_in_one(start, learn.index(True), bounds)
-        gradient = self.gradient(*precisions).tolist()
-        names = ("precision", "noise_precision")
-        ended = zip(names, precisions, bounds, learn, strict=True)
-        at_bounds = tuple(name for name, value, ends, learnt in ended if learnt and is_at_bound(value, ends))
-        flat = all(abs(g) <= 1e-9 * self.num_targets for g, learnt in zip(gradient, learn, strict=True) if learnt)
-        return Optimum(
-            *precisions, float(self.log_evidence(*precisions)), tuple(gradient), at_bounds, flat and not at_bounds
-        )
+        bounds = HyperparameterBounds() if bounds is None else bounds
 
-    def largest_for(
-        self, likelihood: Gaussian, squares: float, start: tuple[float, float], bounds: HyperparameterBounds
-    ) -> Optimum:
-        """The `α` and `b` that a likelihood asks for: of largest evidence, or `b` by what the network leaves.
-
-        Args:
-            likelihood: says whether `b` is learnt, and by which errors.
-            squares: `Σ(y − f)²/R` of the network.
-            start: `α` and `b`.
-            bounds: of both.
-        """
-        if not likelihood.learn or likelihood.noise_at == "mode":
-            return self.largest(start, (True, likelihood.learn), bounds.precision, bounds.noise)
-
-        def at(noise_precision: float) -> Optimum:
-            return self.largest((start[0], noise_precision), (True, False), bounds.precision)
+        def precision_at(b: float) -> float:
+            return self._best_precision(b, bounds.precision) if learn[0] else start[0]
 
         def excess(log_noise: float) -> float:
-            """The logarithm of `(n − γ)/Σ(y − f)²/R` over `b`, which changes sign once where `γ` rises with `b`."""
-            found = at(math.exp(log_noise))
-            free = self.num_targets - float(self.effective_dimension(found.precision, found.noise_precision))
-            return math.log(max(free, 1e-300)) - math.log(max(squares, 1e-300)) - log_noise
+            """The logarithm of `(n − γ)/s` over `b`, which changes sign once where `γ` rises with `b`."""
+            at = precision_at(math.exp(log_noise)), math.exp(log_noise)
+            free = self.num_targets - float(self.effective_dimension(*at))
+            left = self._squares(*at) if squares is None else squares
+            return math.log(max(free, 1e-300)) - math.log(max(left, 1e-300)) - log_noise
 
-        # The root is at or below `n/Σ(y − f)²/R`.
-        b, ended = root_within(excess, self.num_targets / max(squares, 1e-300), bounds.noise)
-        found = at(b)
-        at_bounds = found.at_bounds + ("noise_precision",) * ended
-        return replace(found, at_bounds=at_bounds, converged=found.converged and not ended)
+        b = start[1]
+        if learn[1]:
+            # The root for the errors of a network is at or below this.
+            most = float(self.rotated.square().sum()) if squares is None else squares
+            b, _ = root_within(excess, self.num_targets / max(most, 1e-300), bounds.noise)
+        found = precision_at(b), b
+        ended = zip(("precision", "noise_precision"), found, (bounds.precision, bounds.noise), learn, strict=True)
+        at_bounds = tuple(name for name, value, ends, learnt in ended if learnt and is_at_bound(value, ends))
+        gradient = self.gradient(*found).tolist()
+        flat = not learn[0] or abs(gradient[0]) <= 1e-9 * self.num_targets
+        return Optimum(*found, float(self.log_evidence(*found)), tuple(gradient), at_bounds, flat and not at_bounds)
 
-    def _largest_in_both(self, bounds: tuple[Bounds, Bounds]) -> tuple[float, float]:
-        alpha, b = self._largest_in_ratio(*bounds)
-        outside = [not low < x < high for x, (low, high) in zip((alpha, b), bounds, strict=True)]
-        if all(outside) and b >= bounds[1][1]:
-            outside[0] = False  # without noise the evidence has a maximum in α of its own
-        start = (clamped(alpha, bounds[0]), clamped(b, bounds[1]))
-        # Where one of them is at its bound, the other is learnt along it.
-        return self._largest_in_one(start, 1 - outside.index(True), bounds) if sum(outside) == 1 else start
+    def _squares(self, precision: float, noise_precision: float) -> float:
+        """`Σ(y − h)²/R` of the mode."""
+        _, noise, v = self._terms(precision, noise_precision)
+        return float((noise * self.rotated / v).square().sum())
 
-    def _largest_in_ratio(self, precision_bounds: Bounds, noise_bounds: Bounds) -> tuple[float, float]:
-        """The maximum over `ρ = α/b` alone, at `b = n / Σ c²/(λ/ρ + 1)` in closed form."""
-        values, squares, size = self.eigenvalues, self.rotated**2, self.num_targets
+    def _best_precision(self, noise_precision: float, bounds: Bounds) -> float:
+        """The largest maximum in `α`; a grid of ten points per unit of its logarithm brackets all."""
+        low, high = (math.log(bound) for bound in bounds)
+        device = self.eigenvalues.device
+        grid = torch.linspace(low, high, max(3, math.ceil(10 * (high - low))), dtype=torch.float64, device=device)
 
-        def parts(log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            signal = values / log_ratio.exp()[..., None]
-            b = size / (squares / (signal + 1)).sum(-1).clamp_min(1e-300)
-            return signal, signal + 1, b
+        def slope(log_precision: Tensor) -> Tensor:
+            return self.gradient(log_precision.exp(), noise_precision)[..., 0]
 
-        def value(log_ratio: Tensor) -> Tensor:
-            _, w, b = parts(log_ratio)
-            return 0.5 * size * b.log() - 0.5 * w.log().sum(-1)
-
-        def slope(log_ratio: Tensor) -> Tensor:
-            signal, w, b = parts(log_ratio)
-            return 0.5 * (signal / w - b[..., None] * squares * signal / w**2).sum(-1)
-
-        # At these ends the largest variance of the signal is e⁴⁰ times that of the noise, or e⁻²⁰ of it: all or
-        # nothing.
-        largest = max(float(values.max()), 1e-300)
-        ends = (math.log(largest) - 40, math.log(largest) + 20)
-        log_ratio = _maximise(value, slope, ends, values.device)
-        b = float(parts(torch.tensor(log_ratio, dtype=torch.float64, device=values.device))[2])
-        if log_ratio == ends[1]:  # the evidence rises to no signal
-            return precision_bounds[1], b
-        if log_ratio == ends[0]:  # the evidence rises to no noise
-            return clamped(math.exp(log_ratio) * b, precision_bounds), noise_bounds[1]
-        return math.exp(log_ratio) * b, b
-
-    def _largest_in_one(
-        self, start: tuple[float, float], which: int, bounds: tuple[Bounds, Bounds]
-    ) -> tuple[float, float]:
-        """The maximum in `α` (`which` is 0) or in `b` (1), the other as at the start."""
-
-        def precisions(u: Any) -> tuple[Any, Any]:
-            return (u, start[1]) if which == 0 else (start[0], u)
-
-        ends = (math.log(bounds[which][0]), math.log(bounds[which][1]))
-        u = _maximise(
-            lambda u: self.log_evidence(*precisions(u.exp())),
-            lambda u: self.gradient(*precisions(u.exp()))[..., which],
-            ends,
-            self.eigenvalues.device,
-        )
-        # A bound is given back to the last bit, so that it is recognised.
-        return precisions(bounds[which][ends.index(u)] if u in ends else math.exp(u))
+        # 64 points at a time: the slopes of all at once would take as much memory as a Gram matrix.
+        slopes = torch.cat([slope(part) for part in grid.split(64)]).cpu().numpy()
+        candidates = [] if slopes[0] > 0 else [bounds[0]]
+        for i in np.flatnonzero((slopes[:-1] > 0) & (slopes[1:] <= 0)):
+            left, right = float(grid[i]), float(grid[i + 1])
+            # By bisection: scipy's root finders keep the function, and the matrices behind it, in a reference cycle.
+            while left < (middle := 0.5 * (left + right)) < right:
+                rising = float(slope(torch.tensor(middle, dtype=torch.float64, device=device))) > 0
+                left, right = (middle, right) if rising else (left, middle)
+            candidates.append(math.exp(right))
+        if slopes[-1] > 0 or not candidates:
+            candidates.append(bounds[1])
+        return max(candidates, key=lambda alpha: float(self.log_evidence(alpha, noise_precision)))
 
 
 def root_within(excess: Callable[[float], float], start: float, bounds: Bounds) -> tuple[float, bool]:
@@ -262,29 +212,3 @@ def root_within(excess: Callable[[float], float], start: float, bounds: Bounds) 
     # A bound is given back to the last bit.
     value = math.exp(root) if inside else bounds[root == high]
     return value, is_at_bound(value, bounds)
-
-
-def _maximise(
-    value: Callable[[Tensor], Tensor],
-    slope: Callable[[Tensor], Tensor],
-    ends: tuple[float, float],
-    device: torch.device,
-) -> float:
-    """The largest maximum of a function of a logarithm between two ends; a grid of ten points per unit brackets all."""
-    grid = torch.linspace(*ends, max(3, math.ceil(10 * (ends[1] - ends[0]))), dtype=torch.float64, device=device)
-    # 64 points at a time: the slopes of all at once would take as much memory as a Gram matrix.
-    slopes = torch.cat([slope(part) for part in grid.split(64)]).cpu().numpy()
-
-    def number(u: float) -> Tensor:
-        return torch.tensor(u, dtype=torch.float64, device=device)
-
-    candidates = [] if slopes[0] > 0 else [ends[0]]
-    for i in np.flatnonzero((slopes[:-1] > 0) & (slopes[1:] <= 0)):
-        low, high = float(grid[i]), float(grid[i + 1])
-        # By bisection: scipy's root finders keep the function, and the matrices behind it, in a reference cycle.
-        while low < (middle := 0.5 * (low + high)) < high:
-            low, high = (middle, high) if float(slope(number(middle))) > 0 else (low, middle)
-        candidates.append(high)
-    if slopes[-1] > 0 or not candidates:
-        candidates.append(ends[1])
-    return max(candidates, key=lambda u: float(value(number(u))))

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.held_rows import HeldRows
+from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features
 from laplace_sampling.linear_model.row_blocks import row_blocks
 from laplace_sampling.networks.resources import Operations
 from laplace_sampling.solvers.recorded import recorded
@@ -41,8 +40,6 @@ def gram(
             fewer floating-point operations.
         block_bytes: memory for rows of the Jacobian: half of it for the block that is held, half for the others.
     """
-    if isinstance(features, HeldRows):
-        return features.gram(variance)
     products = _choose(features, products, block_bytes)
     n = features.num_data * features.num_outputs
     K = torch.empty(n, n, dtype=torch.float64, device=features.device)
@@ -137,7 +134,7 @@ def _choose(features: Features, products: str, block_bytes: float) -> str:
         raise ValueError(f'`products={products!r}` is not known; use "auto", "rows" or "jvp".')
     if products != "auto":
         return products
-    if isinstance(features, HeldRows):
+    if isinstance(features, DenseFeatures):
         return "rows"
     flops = gram_flops(features, block_bytes)
     return "rows" if flops["rows"] <= _JVP_WEIGHT * flops["jvp"] else "jvp"
@@ -182,16 +179,6 @@ def transposed(features: Features, u: Float[Tensor, "K N C"]) -> Float[Tensor, "
         for batch in features.own_chunks():
             total += features.vjp(u[:, batch].to(features.dtype), batch)
     return total
-
-
-def add_transposed_(
-    target: Float[Tensor, "K P"], features: Features, u: Float[Tensor, "K N C"], scale: Float[Tensor, " P"]
-) -> None:
-    """Adds `diag(s) Φᵀu` to some vectors."""
-    if isinstance(features, HeldRows):
-        features.add_vjp_(target, u, scale)
-    else:
-        target += transposed(features, u) * scale
 
 
 def size_of(num_bytes: float) -> str:

@@ -25,7 +25,7 @@ from laplace_sampling.evidence.curves import ModeCurve, interpolated, modes_alon
 from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.gp.dual_point import DualPoint
 from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum, RegressionEvidence, root_within
-from laplace_sampling.gp.gram import KernelMatrix, add_transposed_, cross_gram, gram, gram_blocks, transposed
+from laplace_sampling.gp.gram import KernelMatrix, cross_gram, gram, gram_blocks, transposed
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import Bounds, is_at_bound
@@ -245,15 +245,14 @@ class GramPosterior:
         """Zero-mean posterior samples by Matheron's rule, unscaled: those of `sample_posterior` with the same draws."""
         features, (alpha, b) = self.model.features, self.precisions
         variance = (self.variance / alpha).to(self.vectors.device)
-        samples = draws.prior(features.size).to(self.vectors.device, features.precision)
-        samples.mul_(variance.sqrt().to(features.precision))
+        samples = draws.prior(features.size).to(self.vectors.device, features.dtype)
+        samples.mul_(variance.sqrt().to(features.dtype))
         # Prior samples go through the features: a root of `K` would give the outputs only, not the weights.
         prior_outputs = features.outputs(samples).double()
         white = draws.noise(features.num_outputs)(torch.arange(features.num_data)).to(prior_outputs) / b**0.5
         difference = white.flatten(1) - self.root_transpose(prior_outputs)
         solved = (difference @ self.vectors / (self.eigenvalues / alpha + 1 / b)) @ self.vectors.T
-        add_transposed_(samples, features, self._root(solved), variance)
-        return samples
+        return samples.add_(transposed(features, self._root(solved)) * variance)
 
     def leave_one_out(self) -> LeaveOneOut:
         r"""Each datum predicted from the others, see `predictions.leave_one_out`.
@@ -398,9 +397,9 @@ def of_largest_evidence(
 ) -> tuple[GramPosterior, Optimum]:
     r"""The posterior at the hyperparameters of largest evidence, and how they were found.
 
-    The likelihood says whether noise is learnt, whether it is one number or one an output, and with
-    `noise_at="network"` that it is `b = (n − γ)/Σ(y − f)²` instead, with `α` of largest evidence at that `b`. For a
-    likelihood that is not Gaussian `α` is MacKay's fixed point `γ/θ̄ᵀA₁θ̄`, where the derivative of the evidence is zero.
+    Noise that is learnt is `b = (n − γ)/Σ(y − f)²`, with `α` of largest evidence at that `b`; the likelihood says
+    whether it is one number or one an output. For a likelihood that is not Gaussian `α` is MacKay's fixed point
+    `γ/θ̄ᵀA₁θ̄`, where the derivative of the evidence is zero.
 
     Args:
         model: the linear model on the training data.
@@ -426,7 +425,7 @@ def of_largest_evidence(
 def _largest_evidence(posterior: GramPosterior, likelihood: Gaussian, bounds: HyperparameterBounds) -> Optimum:
     model = posterior.model
     squares = float(posterior.root_transpose(model.residuals(model.network_outputs)[None]).square().sum())
-    return posterior.evidence.largest_for(likelihood, squares, posterior.precisions, bounds)
+    return posterior.evidence.largest(posterior.precisions, (True, likelihood.learn), bounds, squares)
 
 
 def _with_noise_of_each_output(
@@ -434,7 +433,7 @@ def _with_noise_of_each_output(
 ) -> tuple[GramPosterior, Optimum]:
     r"""A noise precision for each output, at the fixed point of `b_c ← (N − γ_c)/Σ_i e_ic²` (MacKay 1992, per output).
 
-    `e` is the error of the mode, or of the network. A decomposition serves every `α` and every common factor of the
+    `e` is the error of the network. A decomposition serves every `α` and every common factor of the
     noise precisions, but one ratio of them only: each round makes a new one, whose `α` and factor are of largest
     evidence.
     """
@@ -471,14 +470,12 @@ def _with_noise_of_each_output(
 
 def _updated_noise(posterior: GramPosterior) -> Float[Tensor, " C"]:
     """The logarithm of MacKay's update of each `b_c`."""
-    model, likelihood = posterior.model, posterior.model.likelihood
-    assert isinstance(likelihood, Gaussian)
-    outputs = posterior.mode.outputs if likelihood.noise_at == "mode" else model.network_outputs
+    model = posterior.model
     weights = posterior._shift / (posterior.eigenvalues + posterior._shift)
     # A block of rows at a time: the squares of all are one more matrix in memory.
     diagonal = torch.cat([rows**2 @ weights for rows in posterior.vectors.split(_ROWS)]).reshape(model.offset.shape)
     free = diagonal.where(model.observed(), 0).sum(0)
-    return free.cpu().log() - model.squared_errors(outputs).cpu().log()
+    return free.cpu().log() - model.squared_errors(model.network_outputs).cpu().log()
 
 
 def _at_fixed_point(posterior: GramPosterior, bounds: Bounds) -> tuple[GramPosterior, Optimum]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.gp.linear_operators import LinearOperator, gpytorch
 from laplace_sampling.gp.tangent_operator import BLOCK, TangentKernelOperator, to_network
-from laplace_sampling.networks.consistency import check_weights
+from laplace_sampling.networks.consistency import check_consistency
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.checks import as_numbers, check_positive
 
@@ -120,7 +120,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
             rows = rows if active is None or rows.shape[1] == len(active) else rows.index_select(1, active)
             inputs = shape_inputs(self.network, rows, self.input_shape)
             with torch.inference_mode(False):
-                check_weights(self.network, inputs.clone())
+                check_consistency(self.network, inputs.clone())
             self._num_outputs = self.network(inputs[:1]).numel()
         return self._num_outputs
 

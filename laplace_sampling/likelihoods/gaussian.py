@@ -22,16 +22,14 @@ class Gaussian(Likelihood):
 
     Args:
         noise_precision: `b = 1/σ²`, a number, or a tensor `[C]` of one precision for each (flattened) output.
-        learn: whether `fit_hyperparameters` updates it, from this starting value.
-        noise_at: which residuals the learnt noise explains: `"network"`, those of the network,
-            `b = (N·C − γ)/Σ(y − f)²`; `"mode"`, those of the linear model at its mode, which maximises the evidence.
+        learn: whether `fit_hyperparameters` updates it, from this starting value, so that it explains what the network
+            leaves, `b = (N·C − γ)/Σ(y − f)²`.
         observe: `T` of measurements `y = T f(x) + noise`, a matrix, a `LinearOperator` or a pair of functions
             `(T, Tᵀ)`; the likelihood only carries it, and saved files do not hold it.
     """
 
     noise_precision: Tensor | float = 1.0
     learn: bool = True
-    noise_at: str = "network"
     observe: Observation | None = field(default=None, repr=False, compare=False, kw_only=True)
     # Whether some data have targets at some of their outputs only, so that `B` differs between data; fits set it.
     partly: bool = field(default=False, repr=False, compare=False, kw_only=True)
@@ -50,8 +48,6 @@ class Gaussian(Likelihood):
             )
         check_flag("`Gaussian(learn=...)`", self.learn)
         check_observation(self.observe)
-        if self.noise_at not in ("mode", "network"):
-            raise ValueError(f'`Gaussian(noise_at={self.noise_at!r})` is not known; use "mode" or "network".')
         # A vector of one entry becomes a scalar, so that "one noise for all outputs" has one form only.
         object.__setattr__(self, "noise_precision", precision.squeeze() if precision.numel() == 1 else precision)
 
@@ -64,11 +60,7 @@ class Gaussian(Likelihood):
         return self.noise_precision
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "noise_precision": self.noise_precisions().tolist(),
-            "learn": self.learn,
-            "noise_at": self.noise_at,
-        }
+        return {"noise_precision": self.noise_precisions().tolist(), "learn": self.learn}
 
     def precision(self, like: Tensor) -> Tensor:
         """`b` on the device and in the dtype of `like`."""

@@ -70,7 +70,7 @@ class Dual(SolverMethod):
 
     def take(self, problem: Problem, choice: Choice) -> Task:
         # Vectors have an entry for each observation.
-        return self.task(problem, choice, problem.tangent.with_offset().whole())
+        return self.task(problem, choice, problem.tangent.with_offset().with_all_inputs())
 
     def check_likelihood(self, likelihood: Likelihood) -> None:
         if not likelihood.quadratic:
@@ -150,7 +150,7 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
     squares = float(model.squared_errors(model.network_outputs).sum())
     bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
     start = (overall_precision(task.prior), float(torch.as_tensor(model.likelihood.noise_precision)))
-    optimum = spectrum.largest_for(model.likelihood, squares, start, bounds)
+    optimum = spectrum.largest(start, (True, model.likelihood.learn), bounds, squares)
     if optimum.at_bounds:
         return task
     prior = task.prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))

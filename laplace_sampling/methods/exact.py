@@ -20,7 +20,6 @@ from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
@@ -30,10 +29,8 @@ from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.observation_space import (
     MOST_LOST,
     ObservationSpaceFit,
-    RestoredFit,
     observation_space_fit,
     tuned_by_gram_matrix,
-    with_better_rows,
 )
 from laplace_sampling.methods.problem import (
     MOST_BYTES,
@@ -91,16 +88,23 @@ class Exact(SolverMethod):
 
     def take(self, problem: Problem, choice: Choice) -> Task:
         if space_of(problem) == "weights":
-            return _in_float64(self.task(problem, choice, problem.tangent.dense()))
-        held = holds_rows(problem.features, problem.memory_of(self.max_memory))
-        # Covariances in observation space are differences of nearly equal numbers, of products that must see the same
-        # rows: those in memory, or, as rows that are computed again differ less there, in float64.
-        tangent = problem.tangent
-        task = self.task(problem, choice, tangent.with_held_rows() if held else tangent.in_float64().whole())
+            return _in_float64(self.task(problem, choice, problem.tangent.dense()), "weights")
+        task = self.task(problem, choice, self._in_observation_space(problem))
         if len(task.prior.names) > 1:
             # The decomposition is for one precision: several are tuned in the space of the weights.
             return choice.asked.prepare(replace(problem, in_observation_space=False))
-        return _in_float64(task)
+        return _in_float64(task, "observations")
+
+    def _in_observation_space(self, problem: Problem) -> LinearModel:
+        """The linear model in float64, with its rows in memory where they fit.
+
+        Covariances in observation space are differences of nearly equal numbers, so that rows that are computed again
+        must hardly differ, as they do in float64.
+        """
+        model = problem.tangent.in_float64().with_all_inputs()
+        if not holds_rows(problem.features, problem.memory_of(self.max_memory)):
+            return model
+        return replace(model, features=DenseFeatures.of(model.features))
 
     def remark(self, problem: Problem, memory: Memory) -> str:
         size, rows = problem.features.size, problem.num_observations
@@ -171,10 +175,6 @@ class Exact(SolverMethod):
             posterior = GramPosterior.of(task.model, task.prior)
         elif tuned.criterion != "evidence":
             posterior = posterior.at(task.model, task.prior)
-        better = with_better_rows(task, posterior)
-        if better is not None:
-            task = better
-            posterior = GramPosterior.of(task.model, task.prior)
         fit = observation_space_fit(task, replace(tuned, work=None), posterior)
         return _rounded(fit.ready(), fit.cancellation)
 
@@ -182,15 +182,9 @@ class Exact(SolverMethod):
         return WeightSpaceFit(*parts)
 
     def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "ObservationSpaceFit":
-        choice, model = Choice(self, self, "as saved"), problem.tangent.in_float64().whole()
-        if holds_rows(problem.features, problem.memory_of(self.max_memory)):
-            model = replace(model, features=HeldRows(model.features))
-        task = _in_float64(self.task(problem, choice, model, prior))
-        fit = RestoredFit(task, Tuned(), GramPosterior.restore(task.model, task.prior, tensors))
-        if problem.features.dtype != torch.float64:
-            # The decomposition may be that of other rows, which differ by roundings of the network.
-            fit.remade.append(lambda: GramPosterior.of(task.model, task.prior))
-        return fit
+        model = self._in_observation_space(problem)
+        task = _in_float64(self.task(problem, Choice(self, self, "as saved"), model, prior), "observations")
+        return ObservationSpaceFit(task, Tuned(), GramPosterior.restore(task.model, task.prior, tensors))
 
 
 def _cancellation(fit: Fit) -> float:
@@ -198,7 +192,7 @@ def _cancellation(fit: Fit) -> float:
     assert fit.sampled is not None
     few = fit.sampled.samples[:_ROUNDED]
     signs = torch.randint(2, few.shape, generator=torch.Generator().manual_seed(fit.task.seed)).to(few) * 2 - 1
-    outputs, independent = (fit.model.features.outputs(v.to(fit.model.features.precision)) for v in (few, few * signs))
+    outputs, independent = (fit.model.features.outputs(v.to(fit.model.features.dtype)) for v in (few, few * signs))
     return float(independent.double().norm() / outputs.double().norm().clamp_min(1e-300))
 
 
@@ -217,13 +211,13 @@ def _rounded(fit: Fit, cancellation: float) -> Fit:
     return replace(fit, tuned=replace(fit.tuned, problems=[*fit.tuned.problems, problem]))
 
 
-def _in_float64(task: Task) -> Task:
-    return replace(task, prior=task.prior.to(task.model.features.device, torch.float64))
+def _in_float64(task: Task, space: str) -> Task:
+    return replace(task, prior=task.prior.to(task.model.features.device, torch.float64), space=space)
 
 
 def _in_weight_space(task: Task) -> bool:
     """Whether a task is one in the space of the weights."""
-    return isinstance(task.model.features, DenseFeatures) or task.model.features.held is not None
+    return task.space == "weights"
 
 
 @dataclass(frozen=True)
@@ -241,10 +235,10 @@ class WeightSpaceFit(SolverFit):
         return self._factor
 
     def leave_one_out(self) -> LeaveOneOut:
-        model, whole = self.model, self.model.features.whole
+        model = self.model
         covariance = DenseCovariance.of(model.features, self.prior, self._factor).blocks()
-        mode_outputs, outputs = whole(self.mode.outputs).double(), whole(self.ggn.outputs).double()
-        return leave_one_out(model.likelihood, whole(model.targets), mode_outputs, outputs, covariance)
+        mode_outputs, outputs = self.mode.outputs.double(), self.ggn.outputs.double()
+        return leave_one_out(model.likelihood, model.targets, mode_outputs, outputs, covariance)
 
     def traces(self, decades: float) -> Traces:
         return Traces.of_eigenvalues(_eigenvalues(self.task.whitened_ggn()), self.alpha)

@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import Traces
-from laplace_sampling.evidence.network_evidence import ByNetworkEvidence, has_network_noise
+from laplace_sampling.evidence.network_evidence import ByNetworkEvidence
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
@@ -164,7 +165,7 @@ class Factored(SolverMethod):
 
     def _by_network(self, likelihood: Likelihood, criterion: str) -> bool:
         """Whether the evidence is that of the network itself, since a search for the mode is most of its cost."""
-        return criterion == "auto" and self.kind != "last_layer" and has_network_noise(likelihood)
+        return criterion == "auto" and self.kind != "last_layer" and isinstance(likelihood, Gaussian)
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         by_network = self._by_network(task.model.likelihood, tuning.criterion)

@@ -54,6 +54,7 @@ class Task:
         precise: makes the linear model with products in float64.
         start: the posterior to start from, in a warm fit.
         selection: the rule for the prior precision, where it is not the evidence.
+        space: in which dense algebra is smaller, `"weights"` or `"observations"`.
         replaceable: whether the method was chosen, not asked for, so that another one may take its place.
         num_samples: as of a `Problem`; likewise `seed`, `dtype`, `progress`.
     """
@@ -75,14 +76,13 @@ class Task:
     start: "Start | None" = None
     selection: "Selection | None" = None
     replaceable: bool = False
+    space: str = "weights"
 
     def in_float64(self) -> "Task | None":
         """Returns the task with products in float64; `None` if they are already, or if the network allows none."""
         if self.precise is None or self.model.features.dtype == torch.float64:
             return None
-        model = self.precise().with_likelihood(self.model.likelihood)
-        if not self.model.features.in_parts:  # in observation space, as this task is
-            model = model.whole()
+        model = self.precise().with_all_inputs().with_likelihood(self.model.likelihood)
         if model.features.dtype != torch.float64:
             return None
         return replace(

@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -15,8 +13,7 @@ from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.held_rows import HeldRows
+from laplace_sampling.linear_model.features import DenseFeatures, Features
 from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
@@ -44,10 +41,14 @@ def determination(posterior: GramPosterior) -> float:
 
 
 def lost_by_rows(features: Features, ratio: float) -> float:
-    """The relative error of standard deviations that rounding of the rows makes; see `held_rows`."""
-    if not isinstance(features, HeldRows) or features.precision == torch.float64:
-        return 0.0
-    return math.sqrt(1 + (_ROUNDINGS * torch.finfo(features.precision).eps) ** 2 * ratio) - 1
+    """The relative error of standard deviations that rounding of the rows makes.
+
+    Rows of a relative error `ε` are those of a Jacobian of their own. An input whose row is computed elsewhere has a
+    function that is off by `ε|φ|/√α` at most, in directions that the data do not determine, where the data leave a
+    standard deviation of about `b^{-1/2}`: with `r = λ₁b/α` standard deviations grow by `(1 + ε²r)^{1/2}`.
+    """
+    rounding = torch.finfo(features.precision if isinstance(features, DenseFeatures) else features.dtype).eps
+    return math.sqrt(1 + (_ROUNDINGS * rounding) ** 2 * ratio) - 1
 
 
 def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> Float[Tensor, " K"]:
@@ -63,10 +64,6 @@ def tuned_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     started = time.perf_counter()
     bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
     posterior, optimum = of_largest_evidence(task.model, task.prior, bounds)
-    better = with_better_rows(task, posterior)
-    if better is not None:
-        task = better
-        posterior, optimum = of_largest_evidence(task.model, task.prior, bounds)
     fitted, likelihood = posterior.model, posterior.model.likelihood
     # A search that ends at a bound has done its work, and a mode that has not converged has a warning of its own.
     problem = (
@@ -92,20 +89,6 @@ def tuned_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     return replace(task, model=fitted, prior=posterior.prior), tuned
 
 
-def with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
-    """The task with rows in float64, if those of the network's precision are not accurate enough for a posterior."""
-    features = task.model.features
-    if lost_by_rows(features, determination(posterior)) <= MOST_LOST:
-        return None
-    assert isinstance(features, HeldRows)
-    precise = features.with_rows_in_float64()
-    if precise is features:
-        return None
-    assert task.precise is not None
-    model = task.precise().whole().with_likelihood(task.model.likelihood)
-    return replace(task, model=replace(model, features=precise))
-
-
 def observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
     return ObservationSpaceFit(task, tuned, posterior).with_mode()
 
@@ -115,11 +98,6 @@ class ObservationSpaceFit(Fit):
     """A fit of which everything is known in closed form, without the Jacobian."""
 
     posterior: GramPosterior
-
-    @property
-    def predicting(self) -> GramPosterior:
-        """The posterior with the decomposition of the rows that it is used with."""
-        return self.posterior
 
     def find_mode(self) -> Mode:
         mode, weights = self.posterior.mode, self.posterior.mode_weights()
@@ -186,7 +164,7 @@ class ObservationSpaceFit(Fit):
 
         They take rows in memory, since the network may have changed until then.
         """
-        return isinstance(self.model.features, HeldRows) and isinstance(self.model.likelihood, Gaussian)
+        return isinstance(self.model.features, DenseFeatures) and isinstance(self.model.likelihood, Gaussian)
 
     def judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
         """Exact samples, of which everything but the energies is known beforehand."""
@@ -196,10 +174,10 @@ class ObservationSpaceFit(Fit):
         return PosteriorSamples(samples, leverage, data_energies, energies, zeros, zeros, passes, True, True)
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
-        model, samples = self.model, self.predicting.sample(draws)
+        model, samples = self.model, self.posterior.sample(draws)
         curved_at = self.ggn.outputs.double()
         # Energies tell whether samples are right: `ζᵀMζ = ‖LᵀΦζ‖²`, by products with the network in few rows at a time.
-        outputs = torch.cat([model.features.outputs(part.to(model.features.precision)) for part in samples.split(_FEW)])
+        outputs = torch.cat([model.features.outputs(part.to(model.features.dtype)) for part in samples.split(_FEW)])
         roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
         energies = roots.flatten(1).square().sum(1)
         of_prior = _energies(samples, self.prior.diagonal().double())
@@ -222,17 +200,4 @@ class ObservationSpaceFit(Fit):
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
         # As accurate as the rows of the training data.
-        precise = self.model.features.precision == torch.float64
-        return GramCovariance(self.predicting, features.in_float64() if precise else features)
-
-
-@dataclass(frozen=True)
-class RestoredFit(ObservationSpaceFit):
-    """A fit from a file, whose decomposition may not be that of the rows as they are computed now."""
-
-    # Makes the decomposition of these rows, where it may be another one.
-    remade: list[Callable[[], GramPosterior]] = field(default_factory=list, repr=False)
-
-    @cached_property
-    def predicting(self) -> GramPosterior:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.remade[0]() if self.remade else self.posterior
+        return GramCovariance(self.posterior, features.in_float64())

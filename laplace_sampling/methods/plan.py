@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from laplace_sampling.networks.sharded import GatheredBytes
-
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.cost import Cost
     from laplace_sampling.methods.method import Method
@@ -48,7 +46,6 @@ class Plan:
         epoch: floating-point operations of a training epoch.
         rungs: all methods that were looked at, from the best posterior down.
         remark: which operations are counted, and why they may be more than the budget.
-        gathered: memory of the network itself in this process, if `fully_shard` has shared out its weights.
     """
 
     method: str
@@ -59,7 +56,6 @@ class Plan:
     epoch: float
     rungs: tuple[Rung, ...]
     remark: str = ""
-    gathered: GatheredBytes | None = None
 
     def __str__(self) -> str:
         allowed = "no limit" if self.budget is None else f"a budget of {self.budget:g}"
@@ -75,13 +71,6 @@ class Plan:
         rows.insert(0, ("posterior", "method", "epochs", "memory", ""))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-        if (of := self.gathered) is not None:
-            lines += [
-                "",
-                f"Of the weights this process holds {_size(of.local)}. While a product runs, it gathers all random "
-                f"ones, {_size(of.random)}, and of the frozen ones a block at a time, {_size(of.block)}; for rows of "
-                f"the Jacobian, of each datum by itself, all {_size(of.frozen)} if memory holds them.",
-            ]
         return "\n".join([head, "", *(line.rstrip() for line in lines)])
 
 

@@ -112,10 +112,10 @@ def exact_bytes(space: str, rows: int, size: int) -> float:
 
 
 def holds_rows(features: Features, memory: Memory) -> bool:
-    """Whether the rows of the Jacobian may be held beside the Gram matrix, in the precision of the network."""
+    """Whether the rows of the Jacobian may be held beside the Gram matrix, in float64."""
     rows = features.num_data * features.num_outputs
-    held = features.dtype.itemsize * float(rows) * features.size
-    return held + exact_bytes("observations", rows, features.size) <= min(MOST_BYTES, memory.bytes)
+    needed = 8.0 * rows * features.size + exact_bytes("observations", rows, features.size)
+    return needed <= min(MOST_BYTES, memory.bytes)
 
 
 def jacobian_bytes(rows: int, size: int) -> float:

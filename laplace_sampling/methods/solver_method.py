@@ -286,7 +286,7 @@ def tuned_by_spectrum(
         offset, network = (float(model.squared_errors(f).sum()) for f in (model.offset, model.network_outputs))
         regression = RegressionEvidence.of_leading(values / b, inside, offset, model.num_observations)
         bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
-        optimum = regression.largest_for(likelihood, network, (overall_precision(task.prior), b), bounds)
+        optimum = regression.largest((overall_precision(task.prior), b), (True, likelihood.learn), bounds, network)
         at = optimum.precision, optimum.noise_precision
         norm = float(regression.mode_norm(*at))
         return tuned_at(
@@ -340,7 +340,7 @@ def tuned_by_traces(
         if not (isinstance(likelihood, Gaussian) and likelihood.learn):
             return 1.0
         gamma = torch.tensor([dimension(ratio)[0]], dtype=torch.float64)
-        updated = clamped(float(noise_update(model, gamma, outputs)), tuning.noise_bounds)
+        updated = clamped(float(noise_update(model, gamma)), tuning.noise_bounds)
         return updated / float(likelihood.noise_precision)
 
     def norm(ratio: float) -> float:

@@ -4,29 +4,19 @@ torch has derivatives that are wrong, and nothing says so. Forward mode is compa
 float64 before an error is raised: a unit of almost no input may be on in one pass and off in another.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
-from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from laplace_sampling.data.batches import num_rows, place, take
 from laplace_sampling.networks.agreement import rounding
-from laplace_sampling.networks.derivative_rules import ComposedLayers, forward_mode_kernels
-from laplace_sampling.networks.jacobian_products import origin_of
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.shell import Shell
 from laplace_sampling.solvers.placement import normal
 
 # How far a datum by itself may be from one in a batch: layers quantised dynamically take their range from the batch,
 # and differed by 0.007. Half and twice of it accept the same networks.
 _COUPLING = 0.05
-# Weights that an error names.
-_NUM_NAMED = 4
 
 
 def check_consistency(network: Linearisation, x: Any) -> None:
@@ -34,8 +24,8 @@ def check_consistency(network: Linearisation, x: Any) -> None:
 
     A datum by itself must have the outputs and the product `φ v` that it has behind another one, to 5 %. `φᵀu` must be
     the gradient that the module by itself has in its own parameters. For random `u` and `v` it must be that
-    `⟨u, φv⟩ = ⟨φᵀu, v⟩`, of two data and of one: torch has kernels whose derivatives are wrong for one only. Where an
-    operation is found whose forward derivative is wrong, products take two reverse passes from here on, and a notice
+    `⟨u, φv⟩ = ⟨φᵀu, v⟩`, of two data and of one: torch has kernels whose derivatives are wrong for one only. Where
+    differences of outputs say that reverse mode is right, products take two reverse passes from here on, and a notice
     says so. Products of the check are not counted.
 
     Args:
@@ -46,28 +36,19 @@ def check_consistency(network: Linearisation, x: Any) -> None:
         ValueError: if either is not so, or if the network fails on so few data but not on all. What else it raises is
             raised as it is.
     """
-    pair = take(x, slice(0, 2))
-    with _trial(network):
-        try:
-            problem = _confirmed(network, pair)
-        except _FailsOnFewData as failure:
-            network(x)
-            raise ValueError(str(failure)) from failure.__cause__
-        if isinstance(problem, _TwoJacobians) and (origin := _wrong_rule(network, pair)) is not None:
-            network.take_two_pullbacks(origin, "a wrong forward derivative")
-            problem = _confirmed(network, pair)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-@contextmanager
-def _trial(network: Linearisation) -> Iterator[None]:
-    """Products inside are not counted."""
-    counts = dict(network.products)
+    pair, counts = take(x, slice(0, 2)), dict(network.products)
     try:
-        yield
+        problem = _confirmed(network, pair)
+        if isinstance(problem, _TwoJacobians) and network.lacking is None and _reverse_is_right(network, pair):
+            network.take_two_pullbacks("differences of outputs are those of reverse mode", "a wrong forward derivative")
+            problem = _confirmed(network, pair)
+    except _FailsOnFewData as failure:
+        network(x)
+        raise ValueError(str(failure)) from failure.__cause__
     finally:
         network.products.update(counts)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 class _FailsOnFewData(Exception):
@@ -93,13 +74,23 @@ def _confirmed(network: Linearisation, x: Any) -> str | None:
         return problem
 
 
-def _wrong_rule(network: Linearisation, x: Any) -> str | None:
-    """The operation whose forward derivative is wrong, and its module; `None` if it is not found."""
+def _reverse_is_right(network: Linearisation, x: Any) -> bool:
+    """Whether central differences in float64 have the derivative of reverse mode, and not that of forward mode."""
     try:
-        precise = network if network.module_dtype == torch.float64 else network.in_float64()
-        return wrong_forward_rule(precise.shell, place(x, network.device, torch.float64))
+        precise, x = network.in_float64(), place(x, network.device, torch.float64)
+        v = normal(1, network.num_parameters, seed=0, dtype=torch.float64, device=network.device)
+        # Differences are right to two thirds of the digits with steps of a third of them.
+        h = torch.finfo(torch.float64).eps ** (1 / 3) * float(precise.weights.norm() / v.norm())
+        weights, directions = precise.shell.random(), precise.unflatten(v[0])
+        f = precise.shell.outputs(x)
+        with torch.no_grad(), precise.differentiating(layers=False):
+            above, below = (f({name: w + s * directions[name] for name, w in weights.items()}) for s in (h, -h))
+        u = normal(1, *above.shape, seed=1, dtype=torch.float64, device=network.device)
+        change = (u * (above - below)).sum() / (2 * h)
+        reverse, forward = (precise.vjp(x, u) * v).sum(), (u * precise.jvp(x, v)).sum()
+        return bool((change - reverse).abs() < 0.1 * (change - forward).abs())
     except Exception:  # as for `_confirmed`
-        return None
+        return False
 
 
 def _problem(network: Linearisation, x: Any) -> str | None:
@@ -142,24 +133,6 @@ def _problem(network: Linearisation, x: Any) -> str | None:
     )
 
 
-def check_weights(network: Linearisation, x: Any) -> None:
-    """Raises if reverse products miss weights: where the module takes them from elsewhere than from its parts.
-
-    It is for those who take nothing but rows of Jacobians; `check_consistency` checks this as well.
-
-    Args:
-        network: the linearised network.
-        x: inputs, of which the first two are taken.
-    """
-    pair = take(x, slice(0, 2))
-    with _trial(network):
-        outputs = network(pair).reshape(num_rows(pair), -1)
-        u = normal(1, *outputs.shape, seed=0, dtype=network.dtype, device=network.device)
-        problem = _missed_weights(network, pair, u[0], network.vjp(pair, u)[0])
-    if problem is not None:
-        raise ValueError(problem)
-
-
 def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -> str | None:
     """Names the weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
     if network.shell.shards is not None:
@@ -177,8 +150,7 @@ def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -
             missed.append(f"`{name}`")
     if not missed:
         return None
-    named = ", ".join(missed[:_NUM_NAMED]) + (", …" if len(missed) > _NUM_NAMED else "")
-    return _MISSED.format(type(network.module).__name__, named)
+    return _MISSED.format(type(network.module).__name__, ", ".join(missed[:4]) + (", …" if missed[4:] else ""))
 
 
 def _rounding(network: Linearisation) -> float:
@@ -208,11 +180,9 @@ _INDEPENDENT = (
 )
 _MISSED = (
     "{} does not take the weights {} from where they are registered: `torch.autograd.grad` of the model has another "
-    "derivative in them than Jacobian products, which put other weights there. So it is with functions of autograd "
-    "that run a part of the model again in their backward pass, as `torchdiffeq.odeint_adjoint` and reversible layers "
-    "do, or that take a weight from a list; and with tensors that were once computed of a weight and kept, as views. "
-    "Let the forward pass compute all from the registered parameters (`odeint` in place of `odeint_adjoint`), or "
-    "choose others with `parameters=`: those after such a function, or all but those kept elsewhere."
+    "derivative in them than Jacobian products, as where a function of autograd runs a part of the model again in its "
+    "backward pass (`torchdiffeq.odeint_adjoint`, reversible layers), or where a view of a weight was kept. Compute "
+    "all from the registered parameters (`odeint`), or choose weights after such a function with `parameters=`."
 )
 _OTHER_DERIVATIVE = (
     "Some operation has another derivative in one of them, as by a custom `autograd.Function` or a gradient hook."
@@ -225,94 +195,3 @@ _LACKING = (
 
 def _near(a: Tensor, b: Tensor, scale: Tensor, allowed: float) -> bool:
     return float((a - b).norm()) <= allowed * float(scale.norm())
-
-
-# Operations whose forward derivative is wrong ----------------------------------------------------------------------
-
-
-# Central differences are right to two thirds of the digits with steps of a third of them; derivatives that agree in a
-# third of the digits are the same.
-_STEP = _SAME = torch.finfo(torch.float64).eps ** (1 / 3)
-# What takes a dual number apart: its value alone has no forward derivative.
-_APART = torch._C._VariableFunctions._unpack_dual  # pyright: ignore
-
-
-class _WrongRule(Exception):
-    pass
-
-
-def wrong_forward_rule(shell: Shell, x: Any) -> str | None:
-    """The first operation whose forward derivative is wrong where its reverse one is right, with its module.
-
-    `None` if there is none; what the network or an operation raises is raised.
-
-    Args:
-        shell: a network in float64.
-        x: inputs.
-    """
-    weights = shell.random()
-    num = sum(shell.sizes)
-    tangents = shell.unflatten(normal(1, num, seed=0, dtype=shell.dtype, device=shell.device)[0])
-    try:
-        with torch.enable_grad(), shell.opened(), forward_mode_kernels(layers=False), dual_level(), _Rules():
-            shell.outputs(x)({name: make_dual(w, tangents[name].to(w.dtype)) for name, w in weights.items()})
-    except _WrongRule as found:
-        return origin_of(found, shell.module)
-    return None
-
-
-class _Rules(TorchFunctionMode):
-    """Raises at the first operation whose forward derivative is wrong and whose reverse one is right."""
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func == _APART:
-            return func(*args, **(kwargs or {}))
-        values, spec = tree_flatten((args, kwargs or {}))
-        duals = {n: unpack_dual(value) for n, value in enumerate(values) if _has_numbers(value)}
-        changing = {n: dual.tangent for n, dual in duals.items() if dual.tangent is not None}
-        # Operations in place change what they are given.
-        given = [duals[n].primal.detach().clone() if n in duals else value for n, value in enumerate(values)]
-        ways = [tangent.detach().clone() for tangent in changing.values()]
-        output = func(*args, **(kwargs or {}))
-        found = [unpack_dual(value) for value in tree_flatten(output)[0] if _has_numbers(value)]
-        if not changing or not found:
-            return output
-        forward = _flat([torch.zeros_like(p) if t is None else t for p, t in found])
-
-        def at(places: list[Tensor]) -> Tensor:
-            moved = dict(zip(changing, places, strict=True))
-            some = [moved.get(n, value.clone() if n in duals else value) for n, value in enumerate(given)]
-            args, kwargs = tree_unflatten(some, spec)
-            with ComposedLayers():
-                return _flat([value for value in tree_flatten(func(*args, **kwargs))[0] if _has_numbers(value)])
-
-        points = [given[n] for n in changing]
-        try:
-            h = _STEP * float(_flat(points).norm() / _flat(ways).norm())
-            above, below = (at([a + s * h * t for a, t in zip(points, ways, strict=True)]) for s in (1, -1))
-            change = (above - below).detach() / (2 * h)
-            if _same(forward, change) or not _same(self._reverse(at, points, ways, change), change.square().sum()):
-                return output
-        except Exception:  # what has no reverse derivative, say
-            return output
-        raise _WrongRule(f"`{resolve_name(func) or func.__name__}`")
-
-    def _reverse(self, at: Callable, points: list[Tensor], ways: list[Tensor], u: Tensor) -> Tensor:
-        """`⟨∂f/∂a ᵀ u, ȧ⟩`."""
-        leaves = [a.clone().requires_grad_() for a in points]
-        pulled = torch.autograd.grad(at([leaf.clone() for leaf in leaves]), leaves, u, materialize_grads=True)
-        return (_flat(list(pulled)) * _flat(ways)).sum()
-
-
-def _has_numbers(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).norm() <= _SAME * b.norm())

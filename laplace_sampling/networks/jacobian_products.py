@@ -20,22 +20,15 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jacrev, jvp, vjp, vmap
 
 from laplace_sampling.data.batches import batched, num_rows, take
-from laplace_sampling.networks.agreement import difference
+from laplace_sampling.networks.agreement import difference, rounding
 from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.branches import by_branch
 from laplace_sampling.networks.derivative_rules import ComposedLayers
-from laplace_sampling.networks.resources import free_memory
-from laplace_sampling.networks.shell import Shell, Weights
+from laplace_sampling.networks.shell import HALF, Shell, Weights
 from laplace_sampling.networks.stacked_tangents import StackedTangents
-from laplace_sampling.solvers.placement import normal
 
 Function = Callable[[Weights], Tensor]
 
-# The share of free memory that frozen weights may take which processes share out. It is not tuned.
-_SHARE = 0.5
-# A relative difference of two gradients by reverse mode that is no rounding, also in bfloat16, and data that are
-# compared: a wrong rule for batches shows in any two of them.
-_WRONG, _COMPARED_DATA = 0.1, 16
 # Exceptions of operations that lack a derivative or a rule for batches; the last two are of operations that call
 # functions, as `cond` (torch 2.14).
 _LACKING = (RuntimeError, NotImplementedError, KeyError, TypeError, AssertionError)
@@ -71,15 +64,14 @@ class JacobianProducts:
     Attributes:
         lacking: the operation without a forward derivative and its module, once one was met.
         data_together: whether Jacobians of many data are computed together.
-        compared: kinds of rows of many data that have been compared with a gradient.
+        rows_are_right: whether these need not be compared with those of a datum alone.
     """
 
     def __init__(self, module: nn.Module, batching: Batching) -> None:
         self.module, self.batching = module, batching
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
-        self._checked, self._dual_works = False, True
-        self.compared: set[str] = set()
+        self._checked, self.rows_are_right, self._dual_works = False, False, True
         self._stacks = StackedTangents()
         self.lacking: str | None = None
 
@@ -271,134 +263,79 @@ class JacobianProducts:
         return gradients
 
     def of_each_datum(
-        self,
-        together: Callable[[], Weights],
-        alone: Callable[[int], list[Tensor]],
-        is_right: Callable[[Weights], bool],
-        weights: Weights,
-        num: int,
+        self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
     ) -> Weights:
         """`together()`, under `vmap`; where that fails, or is not right, `alone(n)` for each datum, stacked."""
         reason = None
         if self.data_together:
             rows, error = _attempt(together, partial(alone, 0))
-            if error is None and is_right(rows):
+            if error is None and (self.rows_are_right or num == 1 or self._is_right(rows, partial(alone, num - 1))):
                 return rows
             wrong = "torch's derivatives of many of them at once are wrong"
             reason = wrong if error is None else origin_of(error, self.module)
         rows = [alone(n) for n in range(num)]
         if reason is not None:
-            self.take_data_alone(reason)
+            self.data_together = False
+            message = f"Jacobians of {type(self.module).__name__} take one datum at a time, which is slower"
+            warnings.warn(f"{message}: {reason}.", stacklevel=2)
         return {name: torch.stack([row[n] for row in rows]) for n, name in enumerate(weights)}
 
-    def take_data_alone(self, reason: str) -> None:
-        """From here on `of_each_datum` takes one datum at a time."""
-        self.data_together = False
-        message = f"Jacobians of {type(self.module).__name__} take one datum at a time, which is slower"
-        warnings.warn(f"{message}: {reason}.", stacklevel=2)
+    def _is_right(self, rows: Weights, last: Callable[[], list[Tensor]]) -> bool:
+        """Whether rows of data together are those of the last datum alone; asked once.
+
+        torch has derivatives that are wrong under `vmap` only, as those of `torch.linalg.lu_factor`.
+        """
+        # Half precision has ties, such as those of maxima, which either of them may break in another way.
+        if any(is_functorch_wrapped_tensor(row) or row.dtype in HALF for row in rows.values()):
+            return True
+        self.rows_are_right = True
+        together, alone = (
+            torch.cat([r.detach().flatten() for r in of]) for of in ([row[-1] for row in rows.values()], last())
+        )
+        return not difference(together, alone) > rounding(torch.bfloat16)
 
 
 # Rows of the Jacobian: derivatives of each datum by itself, for all data together under `vmap` ------------------------
 
 
-def _take_memory(shell: Shell, ways: JacobianProducts) -> None:
-    """Data go one by one where memory does not hold frozen weights whole, as transforms of `torch.func` need them."""
-    if shell.shards is not None and ways.data_together:
-        frozen = shell.shards.bytes().frozen
-        if frozen > shell.least(_SHARE * free_memory(shell.device)):
-            ways.take_data_alone(f"memory does not hold all of its {frozen:.2g} bytes of frozen weights")
-
-
-def vjps_of_each_datum(shell: Shell, ways: JacobianProducts, x: Any, u: Float[Tensor, "N C"]) -> Tensor:
-    """`φ(x_n)ᵀ u_n`, `[N, P]`."""
-    _take_memory(shell, ways)
+def rows_of_each_datum(
+    shell: Shell, ways: JacobianProducts, x: Any, u: Float[Tensor, "N C"] | None = None, *, graph: bool = False
+) -> Tensor:
+    """`φ(x_n)ᵀ u_n`, `[N, P]`; without `u` the Jacobians `φ(x_n)`, `[N, C, P]`."""
     weights, num = shell.random(), num_rows(x)
+    ways.rows_are_right |= shell.shards is not None  # processes that share out the weights must agree
     tensors, rebuild = batched(x)
+    if u is not None:
+        tensors = [*tensors, u.to(shell.dtype)]
 
     # Each datum is a batch of one, so that the network sees the axis that it expects.
     def of_datum(x_n: list[Tensor]) -> Weights:
-        datum = rebuild([t[None] for t in x_n[:-1]])
-        return vjp(lambda w: shell(w, datum).reshape(-1), weights)[1](x_n[-1])[0]
+        *x_n, u_n = x_n if u is not None else [*x_n, None]
+        datum = rebuild([t[None] for t in x_n])
+        f = lambda w: shell(w, datum).reshape(-1)  # noqa: E731
+        return jacrev(f)(weights) if u_n is None else vjp(f, weights)[1](u_n)[0]
 
-    gradients = ways.of_each_datum(
-        lambda: by_branch(vmap(of_datum), [*tensors, u.to(shell.dtype)], 4 * ways.batching.chunk_size),
-        lambda n: [rows[0] for rows in _rows_alone(shell, take(x, slice(n, n + 1)), u[n : n + 1])],
-        partial(_is_right, shell, ways, x, u),
+    rows = ways.of_each_datum(
+        lambda: by_branch(vmap(of_datum), tensors, num if u is None else 4 * ways.batching.chunk_size),
+        lambda n: _rows_alone(shell, take(x, slice(n, n + 1)), None if u is None else u[n : n + 1], graph),
         weights,
         num,
     )
-    return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype).detach()
-
-
-def jacobian_rows(shell: Shell, ways: JacobianProducts, x: Any, *, graph: bool) -> Float[Tensor, "N C P"]:
-    """`φ(x_n)` of each datum."""
-    _take_memory(shell, ways)
-    weights = shell.random()
-    tensors, rebuild = batched(x)
-
-    def of_datum(x_n: list[Tensor]) -> Weights:
-        datum = rebuild([t[None] for t in x_n])
-        return jacrev(lambda w: shell(w, datum).reshape(-1))(weights)
-
-    rows = ways.of_each_datum(
-        lambda: by_branch(vmap(of_datum), tensors, num_rows(x)),
-        lambda n: _rows_alone(shell, take(x, slice(n, n + 1)), None, graph),
-        partial(_is_right, shell, ways, x, None),
-        weights,
-        num_rows(x),
-    )
-    full = torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+    axes = 2 if u is None else 1
+    full = torch.cat([row.reshape(*row.shape[:axes], -1) for row in rows.values()], dim=-1)
+    full = full if u is None else full.to(u.dtype)
     return full if graph else full.detach()
 
 
-@torch.no_grad()
-def _is_right(shell: Shell, ways: JacobianProducts, x: Any, u: Tensor | None, rows: Weights) -> bool:
-    """Whether rows under `vmap`, `φ(x_n)ᵀu_n` or Jacobians, add up to a gradient of these data; asked once a kind.
-
-    torch has derivatives that are wrong under `vmap` only, as those of `torch.linalg.lu_factor`.
-    """
-    kind, num = "Jacobians" if u is None else "products", min(num_rows(x), _COMPARED_DATA)
-    if kind in ways.compared or num == 1 or shell.shards is not None:
-        return True
-    if any(is_functorch_wrapped_tensor(row) for row in rows.values()):
-        return True
-    ways.compared.add(kind)
-    first = {name: row[:num] for name, row in rows.items()}
-    if u is None:
-        num_outputs = next(iter(first.values())).shape[1]
-        u = normal(num, num_outputs, seed=0, dtype=shell.dtype, device=shell.device)
-        along = [torch.tensordot(u.to(row), row, 2) for row in first.values()]
-    else:
-        along = [row.sum(0) for row in first.values()]
+def _rows_alone(shell: Shell, x: Any, u: Tensor | None, graph: bool) -> list[Tensor]:
+    """`φᵀu` of one datum, by weight; the rows of its Jacobian without `u`."""
     with torch.enable_grad():
         weights = shell.leaves()
-        outputs = shell(weights, take(x, slice(num)))
-        cotangent = u[:num].to(outputs.dtype).reshape(outputs.shape)
-        leaves = list(weights.values())
-        gradient = torch.autograd.grad(outputs, leaves, cotangent, allow_unused=True, materialize_grads=True)
-    together, expected = (torch.cat([part.flatten() for part in parts]).float() for parts in (along, gradient))
-    return not difference(together, expected) > _WRONG
-
-
-def _rows_alone(shell: Shell, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
-    """`φᵀ u_k` of one datum, by weight `[k, ...]`; of the unit vectors, which give its Jacobian, without `u`."""
-    with torch.enable_grad():
-        weights = shell.leaves()
-        outputs = shell(weights, x).reshape(-1)
+        outputs, leaves = shell(weights, x).reshape(-1), list(weights.values())
+        options = {"retain_graph": True, "create_graph": graph, "allow_unused": True, "materialize_grads": True}
         cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
-        pulled = [
-            torch.autograd.grad(
-                outputs,
-                list(weights.values()),
-                cotangent,
-                retain_graph=True,
-                create_graph=graph,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            for cotangent in cotangents
-        ]
-    return [torch.stack(of_weight) for of_weight in zip(*pulled, strict=True)]
+        pulled = [torch.autograd.grad(outputs, leaves, cotangent, **options) for cotangent in cotangents]
+    return [of_weight[0] if u is not None else torch.stack(of_weight) for of_weight in zip(*pulled, strict=True)]
 
 
 def vjp_with_graph(shell: Shell, x: Any, u: Float[Tensor, "K N C"], chunk_size: int) -> Float[Tensor, "K P"]:

@@ -28,9 +28,8 @@ from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching, keep_fre
 from laplace_sampling.networks.derivative_rules import differentiable, forward_mode_kernels
 from laplace_sampling.networks.jacobian_products import (
     JacobianProducts,
-    jacobian_rows,
+    rows_of_each_datum,
     vjp_with_graph,
-    vjps_of_each_datum,
 )
 from laplace_sampling.networks.selection import Selection, select, unwrapped
 from laplace_sampling.networks.shell import Shell
@@ -315,7 +314,7 @@ class Linearisation:
         self.products["vjp"] += num_rows(x)
         # Under `no_grad` torch's derivatives of `linalg.solve` and of determinants are wrong.
         with torch.enable_grad(), self.differentiating():
-            return vjps_of_each_datum(self.shell, self.ways, x, u)
+            return rows_of_each_datum(self.shell, self.ways, x, u)
 
     def _jacobian(self, x: Any, graph: bool) -> Tensor:
         with torch.no_grad(), self.differentiating(layers=False):
@@ -326,7 +325,7 @@ class Linearisation:
         self.products["vjp"] += num_rows(x) * num_outputs
         # `enable_grad` also without a graph: see `_vjp_each`.
         with differentiable(graph), torch.enable_grad(), self.differentiating():
-            return jacobian_rows(self.shell, self.ways, x, graph=graph)
+            return rows_of_each_datum(self.shell, self.ways, x, graph=graph)
 
     def _check_width(self, v: Tensor, call: str) -> None:
         if v.dim() != 2 or v.shape[1] != self.num_parameters:

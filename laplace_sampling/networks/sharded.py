@@ -3,17 +3,15 @@
 Each process holds a part of each parameter, a DTensor, and hooks of FSDP gather those of a block before its forward.
 torch differentiates neither: DTensors have no forward derivatives, and the hooks write over the weights that a product
 puts into a module. So the private copy of a module has no hooks of FSDP, and those of this file take their places:
-plain tensors are gathered before the forward of a block and dropped after it. What a graph would hold of
-them for the backward pass is gathered again there. Transforms of `torch.func` in reverse mode do not allow this
-(`saved_tensors_hooks`): their graphs hold all frozen weights until the product is done.
+plain tensors are gathered before the forward of a block and dropped after it. The graph of a backward pass
+holds those that it needs until the product is done.
 
 All processes run the same code, so that they gather together.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self, cast
 
@@ -44,14 +42,6 @@ def whole(tensor: Any, requires_grad: bool = False) -> Tensor:
         return tensor.full_tensor().contiguous().requires_grad_(requires_grad)
 
 
-def local(tensor: Any) -> Tensor:
-    """What this process holds of a tensor."""
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
-
-
 def mesh_of(tensors: Iterable[Any]) -> Any:
     """The mesh of the first DTensor among some tensors; `None` if there is none."""
     return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
@@ -77,23 +67,6 @@ def agreed(value: int, mesh: Any) -> int:
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GatheredBytes:
-    """What a process holds of a sharded model in Jacobian products, in bytes.
-
-    Attributes:
-        local: its own part of all parameters.
-        random: the random weights, whole, while a product runs.
-        block: the most frozen weights that are whole at a time, of a block and the blocks around it.
-        frozen: all frozen weights, which are whole together in products of each datum by itself.
-    """
-
-    local: int
-    random: int
-    block: int
-    frozen: int
-
-
 class Shards:
     """The parameters of a module that `fully_shard` has shared out.
 
@@ -107,9 +80,7 @@ class Shards:
 
     def __init__(self, module: nn.Module, random: Iterable[str]) -> None:
         self.module, self.names = module, frozenset(random)
-        self._gathered = dict[nn.Module, list[tuple[dict[str, Any], str, Any, int]]]()
-        # Storages of tensors that are gathered now, with the DTensors that they are of.
-        self._origins = dict[int, Tensor]()
+        self._gathered = dict[nn.Module, list[tuple[dict[str, Any], str, Any]]]()
         self._random: dict[str, Tensor] | None = None
         self._depth = 0
 
@@ -155,70 +126,13 @@ class Shards:
                     if id(parameter) not in tensors:
                         # Checkpoints run a part of the network again, where random weights must have a graph.
                         tensors[id(parameter)] = whole(parameter, id(parameter) in random)
-                    tensor = tensors[id(parameter)]
-                    places.append((own, name, parameter, tensor.untyped_storage()._cdata))
-                    self._origins[places[-1][-1]] = cast(Tensor, parameter)
-                    own[name] = cast(nn.Parameter, tensor)
+                    places.append((own, name, parameter))
+                    own[name] = cast(nn.Parameter, tensors[id(parameter)])
 
     def _drop(self, block: nn.Module, inputs: Any = None, output: Any = None) -> None:
         """After the forward of a block."""
-        for own, name, parameter, storage in self._gathered.pop(block, []):
-            # From here on other tensors may get this memory.
-            self._origins.pop(storage, None)
+        for own, name, parameter in self._gathered.pop(block, []):
             own[name] = parameter
-
-    def graph(self) -> AbstractContextManager[Any]:
-        """Graphs that are made inside gather frozen weights again when they need them, if torch allows that."""
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-
-    def _pack(self, tensor: Tensor) -> Any:
-        # Not the tensor itself: as an output of the operation that saves it, it holds that operation for ever.
-        tensor = tensor.detach()
-        dense = tensor.layout == torch.strided and tensor.numel()
-        origin = self._origins.get(tensor.untyped_storage()._cdata) if dense else None
-        if origin is None or origin.dtype != tensor.dtype:
-            return tensor
-        return _View(origin, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def bytes(self) -> GatheredBytes:
-        """What a process holds of the module in products of its random weights."""
-        parameters = dict(self.module.named_parameters())
-        frozen = {id(p): _size(p) for name, p in parameters.items() if name not in self.names and is_dtensor(p)}
-        blocks = _blocks(self.module)
-
-        def most(block: nn.Module) -> int:
-            own = {id(p): frozen.get(id(p), 0) for part in blocks[block] for p in part.parameters(recurse=False)}
-            inside = [part for part in block.modules() if part in blocks and part is not block]
-            return sum(own.values()) + max(map(most, inside), default=0)
-
-        return GatheredBytes(
-            local=sum(_size(local(p)) for p in parameters.values()),
-            random=sum(_size(p) for name, p in parameters.items() if name in self.names),
-            block=most(self.module),
-            frozen=sum(frozen.values()),
-        )
-
-
-@dataclass(frozen=True)
-class _View:
-    """A view of a gathered tensor that a graph needs."""
-
-    origin: Tensor
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-
-
-def _unpack(packed: Any) -> Tensor:
-    if not isinstance(packed, _View):
-        return packed
-    return whole(packed.origin).as_strided(packed.size, packed.stride, packed.offset)
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def is_fsdp(part: nn.Module) -> bool:

@@ -253,8 +253,7 @@ class Shell:
         dtype = self.dtype
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
         # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
-        graph = nullcontext() if self.shards is None else self.shards.graph()
-        with lowered, cpu_out_of_memory, graph, ComposedLayers() if composed else nullcontext(), self._with(weights):
+        with lowered, cpu_out_of_memory, ComposedLayers() if composed else nullcontext(), self._with(weights):
             output = self.module(*args, **kwargs)
         output = _plain(read(output, num_rows(x))[0])
         return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time

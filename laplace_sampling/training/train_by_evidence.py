@@ -384,11 +384,11 @@ def _update_at(task: Task, network: Linearisation, settings: Settings) -> Precis
 
 def _with_noise(task: Task, gamma: Float[Tensor, " G"]) -> Likelihood:
     """The likelihood with the noise precision that the residuals of the network ask for, if it is learnt."""
-    likelihood, outputs = task.model.likelihood, task.model.network_outputs
+    likelihood = task.model.likelihood
     if not (isinstance(likelihood, Gaussian) and likelihood.learn):
         return likelihood
     # One precision for all outputs takes no samples.
-    found = noise_update(task.model, gamma, outputs)
+    found = noise_update(task.model, gamma)
     return likelihood.with_precision(clamped(float(found), NOISE_BOUNDS))
 
 

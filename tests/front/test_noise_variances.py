@@ -54,7 +54,7 @@ def test_a_shuffled_loader_keeps_the_order_of_noise_variances(method: str) -> No
 def test_known_and_learnt_noise_variances() -> None:
     case = trained()
     R = torch.linspace(0.02, 0.08, len(case.y)).double()
-    settings = {"method": "exact", "prior": "isotropic", "noise_at": "mode", "num_samples": 4}
+    settings = {"method": "exact", "prior": "isotropic", "num_samples": 4}
     known = laplace_of(case.model, Gaussian(1.0, learn=False), **settings)
     known.fit_hyperparameters(case.batches, noise_variances=R, progress=False)
     assert known.noise_precision_ == 1.0
@@ -66,7 +66,6 @@ def test_known_and_learnt_noise_variances() -> None:
     # Units of the given variances are divided out by the common factor.
     assert_close(learnt.noise_precision_, 10 * tenth.noise_precision_, rtol=1e-6, atol=0)
     assert_close(float(learnt.log_marginal_likelihood()), float(tenth.log_marginal_likelihood()), **CLOSE)
-    assert float(tenth.log_marginal_likelihood()) >= float(known.log_marginal_likelihood())
     assert seen == learnt.history_
     assert learnt.history_[0].loss == pytest.approx(tenth.history_[0].loss)
     assert learnt.history_[0].network_loss == pytest.approx(tenth.history_[0].network_loss)

@@ -109,9 +109,7 @@ def examples(draw: st.DrawFn, method: str) -> Example:
         prior=draw(st.sampled_from(list(PRIORS))),
         log_precision=draw(st.integers(-6, 6)),
         log_noise=draw(st.integers(-3, 6)) if likelihood == "regression" else 0,
-        noise=draw(st.sampled_from(["network", "mode", "given", "outputs"]))
-        if likelihood == "regression"
-        else "network",
+        noise=draw(st.sampled_from(["network", "given", "outputs"])) if likelihood == "regression" else "network",
         parameters=draw(st.sampled_from(["all", "last_layer", "head", "weights"])),
         linear_model=draw(st.sampled_from(["auto", "affine", "homogeneous"])),
         batch_size=draw(st.sampled_from([60, 20, 7])),
@@ -218,8 +216,7 @@ def _likelihood(example: Example, width: int) -> tuple[Likelihood, Tensor]:
         noise = torch.tensor(b, dtype=torch.float64)
         if example.noise == "outputs" and width > 1:
             noise = b * torch.linspace(0.5, 2, width, dtype=torch.float64)
-        at = "mode" if example.noise == "mode" else "network"
-        return Gaussian(noise, learn=example.noise != "given", noise_at=at), noise
+        return Gaussian(noise, learn=example.noise != "given"), noise
     one = torch.ones((), dtype=torch.float64)
     heads = MultiTask({"value": Gaussian(2.0, learn=False), "kind": Categorical(), "count": Poisson()})
     made = {

@@ -101,19 +101,15 @@ class _Evidence:
 
 
 def _regression_defects(case: Problem, dense: Dense, alpha: float, noise: Tensor) -> list[Defect]:
-    """Where noise is learnt by the evidence both hyperparameters are at its maximum, else `α` at the noise that is."""
+    """`α` is of largest evidence at the noise that is, and a learnt noise is that of the network's residuals."""
     example, b = case.example, float(noise.log().mean().exp())
     variances = case.noise_variances[:, None] * (b / noise).expand(dense.network.shape)
     evidence = _Evidence.of(dense, case.y, variances)
     here = float(evidence(math.log(alpha), math.log(b)))
     alphas = _grid("precision")
     defects = []
-    if example.noise == "mode" and noise.numel() == 1:
-        highest = float(evidence(alphas[:, None], _grid("noise")).max())
-        near = _uphill(lambda at: evidence(at[0], at[1]), [math.log(alpha), math.log(b)])
-    else:
-        highest = float(evidence(alphas, math.log(b)).max())
-        near = _uphill(lambda at: evidence(at[0], math.log(b)), [math.log(alpha)])
+    highest = float(evidence(alphas, math.log(b)).max())
+    near = _uphill(lambda log_alpha: evidence(log_alpha, math.log(b)), math.log(alpha))
     defects += _below("the evidence", near, highest, here, f"α={alpha:.3g}, b={b:.3g}")
     if example.noise == "network" and noise.numel() == 1:
         squares = float(((case.y.reshape(variances.shape) - dense.network).square() / variances).sum())
@@ -139,16 +135,16 @@ def _below(what: str, near: float, highest: float, here: float, at: str) -> list
     return []
 
 
-def _uphill(evidence: Callable[[Tensor], Tensor], start: list[float]) -> float:
+def _uphill(evidence: Callable[[Tensor], Tensor], start: float) -> float:
     """The next maximum within the bounds."""
 
     def negative(at: np.ndarray) -> tuple[float, np.ndarray]:
-        point = torch.tensor(at, dtype=torch.float64, requires_grad=True)
+        point = torch.tensor(at[0], dtype=torch.float64, requires_grad=True)
         value = -evidence(point)
-        return float(value), torch.autograd.grad(value, point)[0].numpy()
+        return float(value), torch.autograd.grad(value, point)[0].numpy()[None]
 
-    limits = [tuple(map(math.log, _BOUNDS[name])) for name in ("precision", "noise")][: len(start)]
-    return -float(minimize(negative, np.array(start), jac=True, bounds=limits, method="L-BFGS-B").fun)
+    limits = [tuple(map(math.log, _BOUNDS["precision"]))]
+    return -float(minimize(negative, np.array([start]), jac=True, bounds=limits, method="L-BFGS-B").fun)
 
 
 def _fixed_point_defects(dense: Dense, alpha: float) -> list[Defect]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from problems import noisy
+from problems import largest_evidence, noisy
 from torch import nn
 from torch.testing import assert_close
 
-from laplace_sampling.gp.evidence import HyperparameterBounds
-from laplace_sampling.gp.posterior import GramCovariance, of_largest_evidence
+from laplace_sampling.gp.posterior import GramCovariance, GramPosterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.solver import ConvergenceWarning
@@ -46,7 +46,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def test_the_posterior_is_the_exact_one(outputs: int) -> None:
     case, model, prior = noisy(30, outputs=outputs)
     surrogate = TangentSurrogate(case.model, case.x, case.y, mean="homogeneous")
-    exact, found = of_largest_evidence(model, prior, HyperparameterBounds())
+    found = largest_evidence(model, prior)
+    noise = Gaussian(found.noise_precision)
+    exact = GramPosterior.of(model.with_likelihood(noise), prior.with_precision(torch.tensor([found.precision])))
     assert surrogate.optimum.precision == pytest.approx(found.precision)
     assert surrogate.num_outputs == outputs
     x = case.x[:4] + 0.3

@@ -4,14 +4,14 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import reference
 import torch
 from cases import Case, make_case
-from flat_settings import laplace_of
 from grids import covering
-from problems import CLOSE, make_prior, noisy
+from problems import CLOSE, largest_evidence, make_prior, noisy
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,7 +20,7 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.em import fit_em
-from laplace_sampling.gp.evidence import HyperparameterBounds
+from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum
 from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
@@ -136,16 +136,16 @@ def test_derivatives_of_the_evidence(name: str) -> None:
 
 def test_both_hyperparameters_are_at_the_maximum() -> None:
     _, model, prior = noisy(60)
-    posterior, found = of_largest_evidence(model, prior, bounds())
+    posterior = GramPosterior.of(model, prior)
     evidence = posterior.evidence
+    found = evidence.largest((overall_precision(prior), 1.0), (True, True))
     assert found.converged
-    assert not found.at_bounds
     assert max(map(abs, found.gradient)) < 1e-7
     alpha, b = found.precision, found.noise_precision
-    assert posterior.precisions == (alpha, b)
     assert 0.2 < alpha * 0.7**2 < 5
     assert b == pytest.approx(1 / 0.3**2, rel=0.4)
     # MacKay's fixed point, and the identity that holds there only.
+    posterior = at(posterior, alpha, b)
     gamma = posterior.effective_dimension()
     assert gamma / posterior.mode.norm == pytest.approx(alpha, rel=1e-8)
     squared_error = float((model.targets - posterior.mode.outputs).square().sum())
@@ -170,40 +170,37 @@ def test_one_or_none_is_learnt(precision: bool, noise: bool) -> None:
         assert of_largest_evidence(model.with_likelihood(Gaussian(1.0, learn=False)), prior, bounds())[1] == found
 
 
-def test_noise_at_the_network() -> None:
-    """`b Σ(y − f)² = N·C − γ`, and `α` of largest evidence there; the same as of the mode where the network is one."""
+def test_noise_is_that_of_the_network() -> None:
+    """`b Σ(y − f)² = N·C − γ`, and `α` of largest evidence there; that of the mode where the network is one."""
     _, model, prior = noisy(60)
-    posterior, at_mode = of_largest_evidence(model, prior, bounds())
-    alpha, b = at_mode.precision, at_mode.noise_precision
-    learnt = Gaussian(1.0, noise_at="network")
-    f = posterior.mode.outputs
-    _, same = of_largest_evidence(LinearModel(model.features, model.offset, f, model.targets, learnt), prior, bounds())
-    assert same.precision == pytest.approx(alpha, rel=1e-6)
-    assert same.noise_precision == pytest.approx(b, rel=1e-6)
+    at_mode = largest_evidence(model, prior)
+    f = at(GramPosterior.of(model, prior), at_mode.precision, at_mode.noise_precision).mode.outputs
+    _, same = of_largest_evidence(replace(model, network_outputs=f), prior, bounds())
+    assert same.precision == pytest.approx(at_mode.precision, rel=1e-6)
+    assert same.noise_precision == pytest.approx(at_mode.noise_precision, rel=1e-6)
     f = f + 0.4 * torch.sin(torch.arange(60).double())[:, None]
-    model = LinearModel(model.features, model.offset, f, model.targets, learnt)
+    model = replace(model, network_outputs=f)
     posterior, found = of_largest_evidence(model, prior, bounds())
     alpha, b = found.precision, found.noise_precision
     assert b < 0.8 * same.noise_precision
     assert found.converged
     assert abs(found.gradient[0]) < 1e-8
-    assert float(posterior.model.likelihood.noise_precision) == b
+    assert posterior.precisions == (alpha, b)
     gamma = posterior.effective_dimension()
     assert b * float((model.targets - f).square().sum()) == pytest.approx(60 - gamma, rel=1e-6)
     # EM ends there too.
-    dense = LinearModel(DenseFeatures.of(model.features), model.offset, f, model.targets, learnt)
+    dense = replace(model, features=DenseFeatures.of(model.features))
     em = fit_em(dense, prior, Draws(1, 0), Dense(), max_steps=300, tolerance=1e-10)
     assert float(em.prior.precision) == pytest.approx(alpha, rel=1e-6)
     assert float(em.likelihood.noise_precision) == pytest.approx(b, rel=1e-6)
+    assert_close(posterior.mode_weights(), em.mode, rtol=1e-6, atol=1e-7)
     # What is given is kept, and so are bounds.
-    fixed = model.with_likelihood(Gaussian(3.0, learn=False, noise_at="network"))
+    fixed = model.with_likelihood(Gaussian(3.0, learn=False))
     assert of_largest_evidence(fixed, prior, bounds())[1].noise_precision == pytest.approx(3.0)
     _, bounded = of_largest_evidence(model, prior, bounds(noise=(1e-6, 0.5 * b)))
     assert bounded.noise_precision == pytest.approx(0.5 * b)
     assert bounded.at_bounds == ("noise_precision",)
     assert not bounded.converged
-    with pytest.raises(ValueError, match="noise_at='data'"):
-        Gaussian(noise_at="data")
 
 
 def test_noise_of_each_output_at_the_network() -> None:
@@ -211,40 +208,34 @@ def test_noise_of_each_output_at_the_network() -> None:
     generator = torch.Generator().manual_seed(4)
     scales = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
     targets = model.targets + scales * torch.randn(50, 3, generator=generator, dtype=torch.float64)
-    learnt = Gaussian(torch.ones(3), noise_at="network")
-    model = LinearModel(DenseFeatures.of(model.features), model.offset, 0.5 * targets, targets, learnt)
+    features = DenseFeatures.of(model.features)
+    model = LinearModel(features, model.offset, 0.5 * targets, targets, Gaussian(torch.ones(3)))
     exact, found = of_largest_evidence(model, prior, bounds())
     assert found.converged
     b = exact.model.likelihood.noise_precisions()
     gamma = (b * GramCovariance(exact, model.features).variance()).sum(0)
     assert_close(b * ((0.5 * targets) ** 2).sum(0), 50 - gamma, rtol=1e-6, atol=0)
     assert abs(found.gradient[0]) < 1e-7
-
-
-def test_em_ends_at_the_same_hyperparameters() -> None:
-    _, model, prior = noisy(60)
-    dense = LinearModel(
-        DenseFeatures.of(model.features), model.offset, model.network_outputs, model.targets, model.likelihood
-    )
-    em = fit_em(dense, prior, Draws(1, 0), Dense(), max_steps=300, tolerance=1e-10)
-    posterior, found = of_largest_evidence(model, prior, bounds())
-    assert float(em.prior.precision) == pytest.approx(found.precision, rel=1e-7)
-    assert float(em.likelihood.noise_precision) == pytest.approx(found.noise_precision, rel=1e-7)
-    assert float(posterior.prior.precision) == pytest.approx(found.precision, rel=1e-8)
-    assert float(posterior.model.likelihood.noise_precision) == found.noise_precision
-    assert_close(posterior.mode_weights(), em.mode, rtol=1e-6, atol=1e-7)
+    # With the noise fixed the given ratios stay.
+    fixed = model.with_likelihood(Gaussian(torch.tensor([1.0, 2.0, 4.0]), learn=False))
+    kept, _ = of_largest_evidence(fixed, prior, bounds())
+    assert_close(kept.model.likelihood.noise_precisions(), fixed.likelihood.noise_precisions())
 
 
 def test_bounds_are_kept_and_told() -> None:
     _, model, prior = noisy(40)
-    _, inside = of_largest_evidence(model, prior, bounds())
+
+    def largest(model: LinearModel, prior: GaussianPrior, ends: HyperparameterBounds, learn: bool = True) -> Optimum:
+        return GramPosterior.of(model, prior).evidence.largest((overall_precision(prior), 1.0), (True, learn), ends)
+
+    inside = largest(model, prior, bounds())
     ends = (1e-8, 0.5 * inside.precision)
-    _, found = of_largest_evidence(model, prior, bounds(ends))
+    found = largest(model, prior, bounds(ends))
     assert found.precision == ends[1]
     assert found.at_bounds == ("precision",)
     assert not found.converged
     assert abs(found.gradient[1]) < 1e-8  # the other is at its best there
-    _, found = of_largest_evidence(model, prior, bounds(noise=(2 * inside.noise_precision, 1e9)))
+    found = largest(model, prior, bounds(noise=(2 * inside.noise_precision, 1e9)))
     assert found.at_bounds == ("noise_precision",)
     assert abs(found.gradient[0]) < 1e-8
     for options in ({"precision": (1.0, 0.5)}, {"noise": (0.0, 1.0)}):
@@ -256,64 +247,14 @@ def test_bounds_are_kept_and_told() -> None:
     zero = torch.zeros(10, 1, dtype=torch.float64)
     few = LinearModel(features, zero, zero, features.outputs(torch.ones(1, 50).double())[0], model.likelihood)
     wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), Draws(1, 0).noise(1))
-    _, found = of_largest_evidence(few, wide, bounds(noise=(1e-3, 1e30)))
+    found = largest(few, wide, bounds(noise=(1e-3, 1e30)))
     assert found.noise_precision == 1e30
     assert found.at_bounds == ("noise_precision",)
     assert found.precision == pytest.approx(1.0, rel=1e-4)  # c² = λ
     # Targets that are nothing but noise say nothing of the weights.
-    noise = LinearModel(
-        model.features, model.offset, model.network_outputs, torch.zeros(40, 1).double(), model.likelihood
-    )
-    _, found = of_largest_evidence(noise.with_likelihood(Gaussian(1.0, learn=False)), prior, bounds())
+    found = largest(replace(model, targets=torch.zeros(40, 1).double()), prior, bounds(), learn=False)
     assert found.at_bounds == ("precision",)
     assert found.precision == 1e12
-
-
-def test_a_noise_precision_for_each_output() -> None:
-    case, model, prior = noisy(50, outputs=3)
-    scales = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(4)
-    targets = case.y + scales * torch.randn(50, 3, generator=generator, dtype=torch.float64)
-    model = LinearModel(
-        model.features, model.offset, model.network_outputs, targets, Gaussian(torch.ones(3), noise_at="mode")
-    )
-    posterior, found = of_largest_evidence(model, prior, bounds())
-    assert found.converged
-    b = posterior.model.likelihood.noise_precisions()
-    assert b.shape == (3,)
-    assert_close(1 / b.sqrt(), (scales**2 + 0.3**2).sqrt(), rtol=0.3, atol=0)
-    # The same precisions in one primal problem: no step in any of the four directions goes up.
-    case.y = targets
-
-    def evidence(alpha: float, b: Tensor) -> float:
-        noise = (1 / b).expand(50, 3)
-        return Primal(case, model, torch.full((model.features.size,), alpha).double(), noise).evidence
-
-    alpha = found.precision
-    best = evidence(alpha, b)
-    assert best == pytest.approx(found.log_evidence, rel=1e-8)
-    for i in range(4):
-        ends = []
-        for sign in (-1, 1):
-            logs = torch.tensor([math.log(alpha), *b.log().tolist()], dtype=torch.float64)
-            logs[i] += sign * 1e-3
-            ends.append(evidence(float(logs[0].exp()), logs[1:].exp()))
-        assert max(ends) < best
-        # The iteration ends where a round changes log b_c by less than 1e-6.
-        assert abs(ends[1] - ends[0]) / 2e-3 < 1e-4
-    # With the noise fixed the given ratios stay.
-    fixed = model.with_likelihood(Gaussian(torch.tensor([1.0, 2.0, 4.0]), learn=False))
-    kept, _ = of_largest_evidence(fixed, prior, bounds())
-    assert_close(kept.model.likelihood.noise_precision, fixed.likelihood.noise_precision)
-
-
-def test_noise_precisions_of_outputs_at_a_bound() -> None:
-    _, model, prior = noisy(30, outputs=2)
-    model = model.with_likelihood(Gaussian(torch.ones(2), noise_at="mode"))
-    posterior, found = of_largest_evidence(model, prior, bounds(noise=(1e-6, 5.0)))
-    assert found.at_bounds == ("noise_precision",)
-    assert not found.converged
-    assert float(posterior.model.likelihood.noise_precision.max()) == pytest.approx(5.0)
 
 
 def few_data(num: int, outputs: int, seed: int) -> tuple[torch.nn.Module, Tensor, Tensor]:
@@ -341,10 +282,9 @@ def test_each_output_has_the_noise_that_its_network_leaves(num: int, outputs: in
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
-@pytest.mark.parametrize("noise_at", ["network", "mode"])
-def test_each_output_keeps_to_the_bounds_of_the_noise(noise_at: str) -> None:
+def test_each_output_keeps_to_the_bounds_of_the_noise() -> None:
     network, x, y = few_data(12, 2, 3)
-    la = laplace_of(network, Gaussian(torch.ones(2)), method="exact", prior="isotropic", noise_at=noise_at)
+    la = LinearisedLaplace(network, Gaussian(torch.ones(2)), method="exact", prior="isotropic")
     with pytest.warns(ConvergenceWarning, match="noise_bounds"):
         la.fit_hyperparameters([(x, y)], noise_bounds=(0.5, 1.5), progress=False)
     assert la.noise_precision_ is not None

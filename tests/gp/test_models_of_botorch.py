@@ -6,13 +6,12 @@ import warnings
 
 import pytest
 import torch
-from problems import noisy
+from problems import largest_evidence, noisy
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.linear_operators import gpytorch
-from laplace_sampling.gp.posterior import GramPosterior, of_largest_evidence
+from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel
 from laplace_sampling.likelihoods.gaussian import Gaussian
 
@@ -63,7 +62,7 @@ def fitted(model: GPyTorchModel) -> GPyTorchModel:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_hyperparameters_are_fitted(mixed: bool) -> None:
     case, linear, prior = noisy(40)
-    _, best = of_largest_evidence(linear, prior, HyperparameterBounds())
+    best = largest_evidence(linear, prior)
     model = fitted(Mixed(case.x, case.y, case.model) if mixed else single_task(case.model, case.x, case.y))
     assert float(model.covar_module.prior_precision.detach()) == pytest.approx(best.precision, rel=1e-2)
     assert float(model.likelihood.noise.detach()) == pytest.approx(1 / best.noise_precision, rel=1e-2)

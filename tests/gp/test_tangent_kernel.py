@@ -9,15 +9,14 @@ import pytest
 import reference
 import torch
 from cases import Case, make_case
-from problems import noisy
+from problems import largest_evidence, noisy
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.gp import tangent_kernel
-from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.linear_operators import gpytorch, settings
-from laplace_sampling.gp.posterior import GramPosterior, of_largest_evidence
+from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel
 from laplace_sampling.gp.tangent_operator import TangentKernelOperator
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -125,7 +124,7 @@ def test_the_gaussian_process_is_the_exact_posterior(mean: str) -> None:
 
 def test_hyperparameters_are_trained_by_the_marginal_likelihood() -> None:
     case, model, prior = noisy(60)
-    _, best = of_largest_evidence(model, prior, HyperparameterBounds())
+    best = largest_evidence(model, prior)
     likelihood = fixed_noise(1.0)
     gp = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean="homogeneous")
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)

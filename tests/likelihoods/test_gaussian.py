@@ -34,12 +34,6 @@ def test_measurements_are_carried_and_not_compared() -> None:
     assert "observe" not in repr(likelihood)
 
 
-def test_residuals_of_the_noise() -> None:
-    assert Gaussian().noise_at == "network"
-    with pytest.raises(ValueError, match="noise_at='data'"):
-        Gaussian(noise_at="data")
-
-
 @pytest.mark.parametrize("observe", [2, "T", [[1.0]], (torch.sin,), torch.sin])
 def test_what_is_no_measurement_is_refused_at_once(observe) -> None:
     with pytest.raises(TypeError, match="LinearOperator"):

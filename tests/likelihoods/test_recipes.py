@@ -15,7 +15,7 @@ from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_
 
 LIKELIHOODS = [
     Gaussian(0.1),
-    Gaussian(torch.tensor([0.1, 2.0]), learn=False, noise_at="mode"),
+    Gaussian(torch.tensor([0.1, 2.0]), learn=False),
     Categorical(class_dim=-1, ignore_index=9),
     Bernoulli(),
     Poisson(),

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import Factored, Gaussian, IsotropicPrior, LinearisedLaplace
-from laplace_sampling.evidence.network_evidence import has_network_noise
-from laplace_sampling.likelihoods.bernoulli import Bernoulli
 
 
 def problem(num: int = 40) -> tuple[nn.Module, Tensor, Tensor]:
@@ -89,12 +87,6 @@ def test_samples_are_those_of_a_fit_at_these_precisions() -> None:
 def test_the_evidence_with_a_mode_is_still_there() -> None:
     la = fitted(criterion="evidence")
     assert la.history_[-1].mode_norm is not None
-
-
-def test_noise_at_the_mode_needs_the_mode() -> None:
-    assert not has_network_noise(Gaussian(noise_at="mode"))
-    assert not has_network_noise(Bernoulli())
-    assert fitted(Gaussian(noise_at="mode")).history_[-1].mode_norm is not None
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")

@@ -68,7 +68,7 @@ def test_em_that_ends_where_samples_contradict_it_has_not_converged(monkeypatch:
 def test_em_in_the_dual_comes_close_to_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("laplace_sampling.methods.dual._GRAM_ROWS", 0)  # as for more observations
     case = trained()
-    settings = {"prior": "isotropic", "num_samples": 4, "noise_precision": 10.0, "noise_at": "mode"}
+    settings = {"prior": "isotropic", "num_samples": 4, "noise_precision": 10.0}
     exact = laplace_of(case.model, "regression", method="exact", **settings)
     exact.fit_hyperparameters(case.batches, progress=False)
     dual = laplace_of(case.model, "regression", method="dual", **settings)

@@ -81,11 +81,10 @@ def test_exact_covariances_are_those_of_dense_algebra_without_sampling_noise(nam
 
 @pytest.mark.parametrize("kind", ["affine", "homogeneous"])
 @pytest.mark.parametrize("learn", [True, False])
-def test_hyperparameters_are_of_largest_evidence_to_rounding(learn: bool, kind: str) -> None:
+def test_the_precision_is_of_largest_evidence_to_rounding(learn: bool, kind: str) -> None:
     case = trained()
     likelihood = Gaussian(20.0, learn=learn)
     settings = {"prior": "isotropic", "linear_model": kind, "num_samples": 4}
-    settings["noise_at"] = "mode"
     la = laplace_of(case.model, likelihood, method="exact", **settings)
     seen: list = []
     la.fit_hyperparameters(case.batches, progress=False, callback=seen.append)
@@ -95,14 +94,9 @@ def test_hyperparameters_are_of_largest_evidence_to_rounding(learn: bool, kind: 
     alpha, b = float(la.prior_precision_), float(la.noise_precision_)
     assert (b == 20.0) == (not learn)
     best = float(la.log_marginal_likelihood())
-    for change in ((0.01, 0), (-0.01, 0), *(((0, 0.01), (0, -0.01)) if learn else ())):
+    for factor in (0.99, 1.01):
         near = laplace_of(
-            case.model,
-            "regression",
-            method="exact",
-            prior_precision=alpha * torch.tensor(change[0]).exp().item(),
-            noise_precision=b * torch.tensor(change[1]).exp().item(),
-            **settings,
+            case.model, "regression", method="exact", prior_precision=alpha * factor, noise_precision=b, **settings
         ).fit(case.batches, progress=False)
         assert float(near.log_marginal_likelihood()) < best
 
@@ -121,29 +115,6 @@ def test_exact_hyperparameters_agree_between_the_spaces(in_weight_space) -> None
     assert_close(gram.noise_precision_, weights.noise_precision_, rtol=1e-6, atol=0)
     assert_close(gram.effective_dimension_, weights.effective_dimension_, **CLOSE)
     assert_close(gram.samples_, weights.samples_, **SAMPLES)
-
-
-def test_noise_of_each_output_is_learnt_in_observation_space() -> None:
-    case = make_case("regression_per_output")
-    settings = {"method": "exact", "prior": "isotropic", "noise_at": "mode", "num_samples": 4}
-    la = laplace_of(case.model, Gaussian(torch.ones(3)), **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # the network is not trained
-        la.fit_hyperparameters(case.batches, progress=False)
-    assert in_observation_space(la)
-    b = la.noise_precision_
-    assert b.shape == (3,)
-    assert len(set(b.tolist())) == 3
-    best = float(la.log_marginal_likelihood())
-    alpha = float(la.prior_precision_)
-    for c in range(3):
-        for factor in (0.98, 1.02):
-            near = b.clone()
-            near[c] *= factor
-            other = laplace_of(
-                case.model, Gaussian(near), method="exact", prior="isotropic", prior_precision=alpha, num_samples=4
-            )
-            assert float(other.fit(case.batches, progress=False).log_marginal_likelihood()) < best
 
 
 def test_print_tells_the_space_and_why() -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from laplace_sampling import ConvergenceWarning, Likelihood, LinearisedLaplace
 from laplace_sampling.gp.posterior import GramPosterior
-from laplace_sampling.linear_model.held_rows import HeldRows
+from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.tangent_model import TangentModel
 
 # N·C is less than P.
@@ -44,7 +44,7 @@ def assert_equal(gram: LinearisedLaplace, weights: LinearisedLaplace, x: Tensor,
     assert in_observation_space(gram)
     assert holds_jacobian(weights)
     # The rows of the network are held as they are, not as the scaled matrix of weight space.
-    assert isinstance(gram._fitted.fit.model.features, HeldRows)
+    assert isinstance(gram._fitted.fit.model.features, DenseFeatures)
     a, b = weights.predict(x), gram.predict(x)
     assert torch.equal(a.logits, b.logits)
     assert_close(b.covariance(), a.covariance(), **CLOSE)

@@ -222,11 +222,11 @@ def laplace(model: nn.Module, x: Tensor, method: str, parameters=None) -> Linear
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("parameters", [None, {"0.weight": [1, 2, 5]}], ids=["all", "elements"])
 @pytest.mark.parametrize("method", ["exact", "krylov"])
-def test_a_wrong_forward_rule_is_named_and_not_taken(method: str, parameters, dtype: torch.dtype, tmp_path) -> None:
+def test_a_wrong_forward_derivative_is_not_taken(method: str, parameters, dtype: torch.dtype, tmp_path) -> None:
     x = X.to(dtype)
     expected = laplace(cubed().to(dtype), x, method, parameters).predict(x).stddev
     model = cubed(0.9, 1.0).to(dtype)
-    with pytest.warns(UserWarning, match=r"wrong forward derivative; two reverse passes.*`cube`.* in `2`, a Cubed"):
+    with pytest.warns(UserWarning, match=r"wrong forward derivative; two reverse passes"):
         la = laplace(model, x, method, parameters)
     tolerance = {} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 0}
     assert_close(la.predict(x).stddev, expected, **tolerance)
@@ -255,7 +255,7 @@ class OfCovariance(nn.Module):
         return (h @ torch.cholesky_inverse(factor, upper=self.upper) * h).sum(1, keepdim=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*has a wrong forward derivative.*cholesky_inverse")  # so it is in torch 2.14
+@pytest.mark.filterwarnings("ignore:.*has a wrong forward derivative")  # so it is in torch 2.14
 @pytest.mark.parametrize("upper", [False, True])
 @pytest.mark.parametrize("parameters", [None, "last_layer"], ids=["all", "last"])
 def test_inverses_by_cholesky_factors(parameters: str | None, upper: bool) -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.networks import jacobian_products, sharded
+from laplace_sampling.networks import sharded
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import linearise
 
@@ -221,22 +221,13 @@ def _measures_memory() -> None:
     for parameters in ("*lora*", "first.*"):
         network = Linearisation(_sharded(Network(5)), parameters)
         assert network.shell.shards is not None
-        predicted = network.shell.shards.bytes()
         frozen = {name: size for name, size in plain.items() if name not in network.names}
         block = sum(size for name, size in frozen.items() if name.startswith("blocks.0."))
         around = sum(size for name, size in frozen.items() if not name.startswith("blocks."))
-        assert predicted.random == 8 * network.num_parameters
-        assert (predicted.block, predicted.frozen) == (around + block, sum(frozen.values()))
-        assert predicted.local < 0.7 * sum(plain.values())
-        products, small = _products(network), predicted.random + predicted.block + late
-        assert small < predicted.random + predicted.frozen  # else this shows nothing
-        for name in ("outputs", "jvp", "vjp", "ggn of one", "in float64"):
+        products, small = _products(network), 8 * network.num_parameters + around + block + late
+        assert small < sum(plain.values())  # else this shows nothing
+        for name in ("outputs", "jvp"):
             assert _most_gathered(products[name], late) <= small, name
-        assert small < _most_gathered(products["jacobian"], late) <= predicted.random + predicted.frozen + late
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jacobian_products, "free_memory", lambda device, free=1.9 * predicted.frozen: free)
-            with pytest.warns(UserWarning, match="bytes"):
-                assert _most_gathered(products["jacobian"], late) <= small
 
 
 def _most_gathered(product: Callable[[], Tensor], late: int) -> int:
@@ -267,7 +258,7 @@ def _moments(la: LinearisedLaplace) -> list[Tensor]:
 
 
 def _compares_fits(method: str, parameters: Any) -> None:
-    x, y = _data()
+    x, _ = _data()
     own, model = _fitted(Network(), parameters, method), _sharded(Network())
     la = _fitted(model, parameters, method)
     for found, value in zip(tree_leaves(la.state_dict()), tree_leaves(own.state_dict()), strict=True):
@@ -276,9 +267,6 @@ def _compares_fits(method: str, parameters: Any) -> None:
     expected = _moments(own)
     for found in (la, _loaded(la, Network()), _loaded(own, model)):
         torch.testing.assert_close(_moments(found), expected, **CLOSE)
-    plan = la.plan([(x, y)])
-    assert plan.gathered == la.network.shell.shards.bytes()  # pyright: ignore
-    assert "Of the weights this process holds" in str(plan)
     _train(model, x)
     if parameters is None:
         torch.testing.assert_close(_moments(la), expected, **CLOSE)
