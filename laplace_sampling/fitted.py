@@ -199,7 +199,7 @@ class FittedModel:
             prediction = fit.leave_one_out()
             if tangent.weights is None:
                 return prediction
-            weights, given = (tangent.model.features.whole(v) for v in (tangent.weights, tangent.model.observed()))
+            weights, given = tangent.weights, tangent.model.observed()
         return prediction.scaled(1 / weights, given)
 
     @solver_call

@@ -36,41 +36,35 @@ from laplace_sampling.predictions.calibration import labelled, labels_of
 from laplace_sampling.predictions.loss_rise import LossBound, ShareUsed, cost_of_error_bars
 from laplace_sampling.solvers.recorded import recorded
 
-# Nats that an error warrants, and standard errors that are taken from the number of errors. Chosen on 148 networks for
-# digits, tables and MNIST: docs/decisions.md has the figures for half and twice of both.
-_A_ERROR, _ERRORS = 0.2, 3.0
-# Errors that are always granted: fewer are not seen.
-_LEAST_ERRORS = 0.5
-# The ridge, by the mean of the kernel's diagonal. A tenth of it changed error rates by 8 %, ten times by 14 %,
-# on these networks.
-_RIDGE = 0.01
-# Data that are left out in turn, at most. With 400 of them three standard errors hide the errors of networks for 10,000
-# images, and few neighbours make others.
-_DATA = 1000
 # Data of each class, at least, and classes, at most: with fewer of a class labels are predicted wrongly because there
 # are few like them.
 _A_CLASS, _MOST_CLASSES = 10, 100
-# Columns to which rows of the Jacobian are added up, with random signs, before their products. For 300 images of MNIST
-# and six networks of 5,706 to 42,310 weights error rates of 0.02 to 0.08 changed by at most 0.01, a quarter by 0.016.
-_SKETCHED = 2**13
 
 
 @dataclass(frozen=True)
 class LeftOutLabels(LossBound):
     """Error bars cost training labels no more than errors on left-out data warrant.
 
+    The numbers were chosen on 148 networks for digits, tables and MNIST: `docs/decisions.md` has the figures for half
+    and twice of the first two.
+
     Args:
         an_error: `k`, nats for each error.
         standard_errors: of the number of errors, that are taken from it.
+        ridge: `λ` by the mean of the kernel's diagonal. A tenth of it changed error rates by 8 %, ten times by 14 %.
+        most_data: data that are left out in turn, at most. With 400 of them three standard errors hide the errors of
+            networks for 10,000 images, and few neighbours make others.
     """
 
     name = "leave_one_out"
-    an_error: float = _A_ERROR
-    standard_errors: float = _ERRORS
+    an_error: float = 0.2
+    standard_errors: float = 3.0
+    ridge: float = 0.01
+    most_data: int = 1000
     nowhere = "Error bars cost the training labels more than the errors of the network warrant"
 
     def num_vjps(self, features: Features) -> int:
-        return min(features.num_data, _DATA)
+        return min(features.num_data, self.most_data)
 
     def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> ShareUsed:
         some = some_of(model.features, self.num_vjps(model.features), None if in_order else seed)
@@ -80,16 +74,17 @@ class LeftOutLabels(LossBound):
     @recorded
     def _errors(self, model: LinearModel, prior: GaussianPrior, some: Tensor, seed: int) -> float:
         """The part of left-out data that is predicted wrongly, without the network's own errors and standard errors."""
-        labels = _labels(model.likelihood, model.targets_of(some), model.features.num_outputs)
+        labels = _labels(model.likelihood, model.targets[some], model.features.num_outputs)
         kernel = _kernel(model.features, prior, some, seed)
-        left_out = _left_out(kernel, labels, _RIDGE * float(kernel.diagonal().mean()))
+        left_out = _left_out(kernel, labels, self.ridge * float(kernel.diagonal().mean()))
         # A soft label counts as labels of several classes.
         wrong, own = (
             1 - float(labels.gather(1, found.argmax(1)[:, None]).mean())
-            for found in (left_out, _scores(model.likelihood, model.network_outputs_of(some)))
+            for found in (left_out, _scores(model.likelihood, model.network_outputs[some]))
         )
         chance = math.sqrt(wrong * (1 - wrong) / len(some))
-        return max(wrong - own - self.standard_errors * chance, _LEAST_ERRORS / len(some))
+        # Half an error is always granted: fewer are not seen.
+        return max(wrong - own - self.standard_errors * chance, 0.5 / len(some))
 
 
 def has_left_out_labels(likelihood: Likelihood, num_data: int, num_outputs: int) -> bool:
@@ -102,8 +97,8 @@ def has_left_out_labels(likelihood: Likelihood, num_data: int, num_outputs: int)
 
 
 def _share_used(model: LinearModel, warranted: float, z: Float[Tensor, "K n C"], some: Tensor) -> float:
-    likelihood, y = model.likelihood, model.targets_of(some)
-    lost, _ = cost_of_error_bars(likelihood, y, model.network_outputs_of(some).double(), z)
+    likelihood, y = model.likelihood, model.targets[some]
+    lost, _ = cost_of_error_bars(likelihood, y, model.network_outputs[some].double(), z)
     return lost / (float(likelihood.weights(y).sum()) * warranted)
 
 
@@ -120,8 +115,15 @@ def _labels(likelihood: Likelihood, targets: Tensor, num_outputs: int) -> Float[
     return F.one_hot(y.flatten().long(), max(2, num_outputs)).double()
 
 
-def _kernel(features: Features, prior: GaussianPrior, some: Tensor, seed: int) -> Float[Tensor, "n n"]:
-    """The tangent kernel of some data along one direction of the outputs."""
+def _kernel(
+    features: Features, prior: GaussianPrior, some: Tensor, seed: int, columns: int = 2**13
+) -> Float[Tensor, "n n"]:
+    """The tangent kernel of some data along one direction of the outputs.
+
+    Rows of the Jacobian are added up to so many columns, with random signs, before their products. For 300 images of
+    MNIST and six networks of 5,706 to 42,310 weights error rates of 0.02 to 0.08 changed by at most 0.01, and with a
+    quarter of the columns by 0.016.
+    """
     direction = Draws(1, seed, Stream.LEFT_OUT_LABELS).prior(features.num_outputs)[0]
     if features.num_outputs > 1:
         direction = direction - direction.mean()  # a softmax is blind to the mean
@@ -130,8 +132,8 @@ def _kernel(features: Features, prior: GaussianPrior, some: Tensor, seed: int) -
     # which wait for each other where weights are shared out.
     together = max(1, min(features.batch_size, int(BLOCK_BYTES / (4 * features.size))))
 
-    # The numbers of a sketch are as many as the columns: they are drawn and moved once, and not for each batch.
-    sketch = cache(partial(_sketch, features=features, seed=seed))
+    # The numbers of a sketch are as many as the weights: they are drawn and moved once, and not for each batch.
+    sketch = cache(partial(_sketch, columns=columns, features=features, seed=seed))
 
     def rows_of(batch: Tensor) -> DatumRows:
         rows = datum_rows(features, direction.expand(len(batch), -1), batch).scaled(scale)
@@ -144,14 +146,14 @@ def _kernel(features: Features, prior: GaussianPrior, some: Tensor, seed: int) -
     return all_rows.products(all_rows)
 
 
-def _sketch(width: int, features: Features, seed: int) -> Callable[[Float[Tensor, "n p"]], Tensor]:
+def _sketch(width: int, columns: int, features: Features, seed: int) -> Callable[[Float[Tensor, "n p"]], Tensor]:
     """Adds up columns of a wide matrix, with random signs, which keeps products of its rows in the mean."""
-    if width <= _SKETCHED:
+    if width <= columns:
         return lambda rows: rows
     generator = torch.Generator().manual_seed(seed)
-    to = torch.randint(_SKETCHED, (width,), generator=generator).to(features.device)
+    to = torch.randint(columns, (width,), generator=generator).to(features.device)
     signs = 2 * torch.randint(2, (width,), generator=generator).to(features.device, features.dtype) - 1
-    return lambda rows: rows.new_zeros(len(rows), _SKETCHED).index_add_(1, to, rows * signs)
+    return lambda rows: rows.new_zeros(len(rows), columns).index_add_(1, to, rows * signs)
 
 
 def _left_out(kernel: Float[Tensor, "n n"], labels: Float[Tensor, "n c"], ridge: float) -> Float[Tensor, "n c"]:

@@ -45,18 +45,6 @@ from laplace_sampling.predictions.selection import (
 _DRAWS = 32
 # Numbers of the draws in memory, where a datum has many outputs.
 _NUMBERS = 2**24
-# Accuracy of `log α` of the evidence: predicted standard deviations go with its half.
-_ACCURACY = 1e-3
-# Training data that are looked at: so many at most, at least, and so many rows of the Jacobian for each of them that
-# they are this part of a training epoch.
-_MOST, _LEAST, _PART = 400, 100, 0.3
-# Precisions that are tried: by bisection of a grid of 40, and near a known one.
-_TRIED, _TRIED_NEAR = 6, 3
-# The factor by which the two rises may differ, and the part of its training loss that error bars may cost a network:
-# docs/decisions.md has the trials.
-_MOST_RATIO, _MOST_LOST = 1.1, 0.1
-# A rise of the loss of a datum, in nats, of which nothing is left but rounding.
-_NOTHING = 1e-12
 
 # The share of a bound that draws of the function at some data use, `[K, n, C]` and indices of the data.
 ShareUsed = Callable[[Tensor, Tensor], float]
@@ -89,25 +77,27 @@ class LossBound(ABC):
 class SelfConsistency(LossBound):
     """The training loss rises as Laplace's approximation says, up to a factor.
 
+    `docs/decisions.md` has the trials of both numbers.
+
     Args:
-        most_ratio: `c`.
-        most_lost: `q`.
+        most_ratio: `c`, the factor by which the two rises may differ.
+        most_lost: `q`, the part of its training loss that error bars may cost a network.
     """
 
     name = "self_consistency"
-    most_ratio: float = _MOST_RATIO
-    most_lost: float = _MOST_LOST
+    most_ratio: float = 1.1
+    most_lost: float = 0.1
     nowhere = "The training loss does not rise as Laplace's approximation says"
 
     def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> ShareUsed:
         return partial(self._share_used, model)
 
     def _share_used(self, model: LinearModel, z: Tensor, some: Tensor) -> float:
-        likelihood, y, f = model.likelihood, model.targets_of(some), model.network_outputs_of(some).double()
+        likelihood, y, f = model.likelihood, model.targets[some], model.network_outputs[some].double()
         rise = (likelihood.loss(f + z, y) + likelihood.loss(f - z, y)) / 2 - likelihood.loss(f, y)
         rise, quadratic = rise.mean(), 0.5 * (z * likelihood.curvature(f, z, y)).sum(-1).mean()
-        # Rounding decides a ratio of two rises that are nearly zero.
-        ratio = float(rise / quadratic) if float(quadratic) > _NOTHING else 1.0
+        # Rounding decides a ratio of two rises that are nearly zero, in nats.
+        ratio = float(rise / quadratic) if float(quadratic) > 1e-12 else 1.0
         part = 0.0
         if labelled(likelihood) is not None:
             lost, alone = cost_of_error_bars(likelihood, y, f, z)
@@ -147,15 +137,15 @@ class LossRise(Selection):
         return self.bound.name
 
     def num_data(self, features: Features) -> int:
-        """How many data are looked at: those whose rows of the Jacobian cost less than a part of an epoch."""
+        """How many data are looked at: 100 to 400, whose rows of the Jacobian cost less than 0.3 of an epoch."""
         if self.most is not None:
             return self.most
-        num = int(_PART * features.num_data / features.num_outputs)
-        most = min(features.num_data, max(_LEAST, min(_MOST, num)))
-        return min(most, max(1, _NUMBERS // (_DRAWS * features.num_outputs)))
+        num = int(0.3 * features.num_data / features.num_outputs)
+        return min(features.num_data, max(100, min(400, num)), max(1, _NUMBERS // (_DRAWS * features.num_outputs)))
 
     def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
-        tried, fixed = _TRIED if rough else _TRIED_NEAR, self.bound.num_vjps(features)
+        tried = 6 if rough else 3  # by bisection of a grid of 40, and near a known precision
+        fixed = self.bound.num_vjps(features)
         return search_cost(features, self.num_data(features), _DRAWS, tried, fixed_vjps=fixed)
 
     def select(
@@ -170,15 +160,21 @@ class LossRise(Selection):
         num_data = self.num_data(model.features)
         some = model.with_targets(some_of(model.features, num_data, None if self.in_order else seed))
         features = SomeFeatures(model.features, some)
-        # MacKay's fixed point with the trained weights in the place of the mode.
-        lowest, _ = mackay_root(path.effective_dimension, lambda alpha: alpha * weight_norm, 1.0, bounds, _ACCURACY)
-        alphas = _down_to(lowest, grid(path, features, bounds))
+        # MacKay's fixed point with the trained weights in the place of the mode; standard deviations go with its root.
+        lowest, _ = mackay_root(path.effective_dimension, lambda alpha: alpha * weight_norm, 1.0, bounds, 1e-3)
+        alphas = grid(path, features, bounds)
+        alphas = alphas[: int((alphas > lowest).sum()) + 1]  # those that may be chosen, and the next below
         share_used, vjps = self._share_used(model, path.prior, seed)
         draws = function_draws(path, features, alphas, Draws(_DRAWS, seed, Stream.LOSS_RISE))
         share = cache(lambda index: share_used(draws(index), some))
         start = None if near is None else nearest(alphas, near)
         number = smallest_allowed(len(alphas), lambda index: share(index) <= 1, start)
         alpha = max(_interpolated(alphas, share, number), lowest)
+        problem = (
+            f"{self.bound.nowhere} at any prior precision that was tried: the largest, {float(alphas[0]):.3g}, is "
+            "taken, and error bars are negligible. Pass `val_loader`, or look at the network's outputs on the training "
+            "data."
+        )
         spent = search_cost(features, len(some), _DRAWS, share.cache_info().currsize, fixed_vjps=vjps)
         return Selected(
             alpha,
@@ -186,7 +182,7 @@ class LossRise(Selection):
             Calibration(),
             path.effective_dimension(alpha),
             passes=(spent.jvps + spent.vjps + spent.fixed_vjps) / (2 * model.features.num_data),
-            problems=() if number else (_problem(self.bound, float(alphas[0])),),
+            problems=() if number else (problem,),
         )
 
     def _share_used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple[ShareUsed, int]:
@@ -196,18 +192,6 @@ class LossRise(Selection):
                 return used, 0
         self._known[:] = [(model, prior, self.bound.share_used(model, prior, seed, self.in_order))]
         return self._known[0][-1], self.bound.num_vjps(model.features)
-
-
-def _down_to(lowest: float, alphas: Float[Tensor, " A"]) -> Float[Tensor, " A"]:
-    """The precisions above the lowest one that may be chosen, and the next below it."""
-    return alphas[: int((alphas > lowest).sum()) + 1]
-
-
-def _problem(bound: LossBound, alpha: float) -> str:
-    return (
-        f"{bound.nowhere} at any prior precision that was tried: the largest, {alpha:.3g}, is taken, and error bars "
-        "are negligible. Pass `val_loader`, or look at the network's outputs on the training data."
-    )
 
 
 def _interpolated(alphas: Float[Tensor, " A"], share: Callable[[int], float], number: int) -> float:

@@ -18,13 +18,8 @@ from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.covariance_path import CovariancePath, by_rows, num_samples
 
-# Precisions that are tried, so many a decade: from where the prior leaves a standard deviation of a tenth of a logit,
-# or ten times the largest eigenvalue of the curvature, above which the prior decides, down to where the data decide.
-PER_DECADE, _HIGHEST_VARIANCE, _LOWEST = 3, 0.01, 1e-8
-# Data whose variance under the prior says where it starts, and random weights by which it is estimated.
-_FEW, _PROBES = 16, 4
-# Data that are looked at, at least.
-_LEAST = 50
+# Precisions of the grid in each decade: predicted standard deviations of two neighbours differ by less than a half.
+PER_DECADE = 3
 
 
 @dataclass(frozen=True)
@@ -68,11 +63,11 @@ class SearchCost:
         """Floating-point operations."""
         return self.jvps * cost.jvp + (self.vjps + self.fixed_vjps) * cost.vjp
 
-    def data_within(self, num_data: int, cost: Cost, operations: float) -> int:
+    def data_within(self, num_data: int, cost: Cost, operations: float, least: int = 50) -> int:
         """How many of the data so many operations pay for, and a few at least: with fewer the choice is chance."""
         fixed = self.fixed_vjps * cost.vjp
         part = max(0.0, operations - fixed) / (self.operations(cost) - fixed)
-        return num_data if part >= 1 else max(min(_LEAST, num_data), int(part * num_data))
+        return num_data if part >= 1 else max(min(least, num_data), int(part * num_data))
 
 
 def search_cost(
@@ -130,15 +125,18 @@ class Selection(ABC):
 def grid(path: CovariancePath, features: Features, bounds: tuple[float, float]) -> Float[Tensor, " A"]:
     """Prior precisions from large to small: from those where the prior decides to those where the data do.
 
+    At the largest one the prior leaves a standard deviation of a tenth of a logit, or it is ten times the largest
+    eigenvalue of the curvature; the smallest one is 1e-8 of that eigenvalue.
+
     Args:
         path: the posterior for every prior precision.
         features: of the data that are looked at.
         bounds: within which the precision is kept.
     """
-    few = SomeFeatures(features, torch.arange(0, features.num_data, math.ceil(features.num_data / _FEW)))
-    unit = path.prior_variance(few, Draws(_PROBES, 0, Stream.RULE))
-    high = max(10 * path.largest_eigenvalue, unit / _HIGHEST_VARIANCE, 1e-300)
-    low = _LOWEST * max(path.largest_eigenvalue, 1e-6 * high)
+    few = SomeFeatures(features, torch.arange(0, features.num_data, math.ceil(features.num_data / 16)))
+    unit = path.prior_variance(few, Draws(4, 0, Stream.RULE))
+    high = max(10 * path.largest_eigenvalue, unit / 0.1**2, 1e-300)
+    low = 1e-8 * max(path.largest_eigenvalue, 1e-6 * high)
     number = math.ceil(PER_DECADE * math.log10(high / low)) + 1
     exponents = torch.linspace(math.log10(high), math.log10(low), number, dtype=torch.float64)
     return (10**exponents).clamp(*bounds).unique().flip(0)
