@@ -85,7 +85,7 @@ class Shell:
         """Notes where weights are in the copy, and what it holds: a forward pass may leave other things behind."""
         first = {id(p): name for name, p in self.module.named_parameters()}
         attributes = [vars(part) for part in self.module.modules()]
-        # Weights may be in lists and dictionaries as well, as those of recurrent layers are; hooks are in none of these.
+        # Weights may be in lists and dictionaries as well, as in recurrent layers; hooks are in none of these.
         containers: list[Any] = [of for own in attributes for of in own.values() if type(of) in (list, dict)]
         self._places: list[tuple[Any, Any, str]] = [
             (own, key, first[id(value)])
