@@ -107,7 +107,6 @@ class FittedModel:
     ) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
         fit.task.budget.end()
-        network.shell.expect_weights_elsewhere(False)
         self.network = network
         self._keep(posterior, fit.without_samples(), tangent)
         # The public method is behind the wrappers of `fitting` and `solver_call`.
@@ -198,7 +197,7 @@ class FittedModel:
             prediction = fit.leave_one_out()
             if tangent.weights is None:
                 return prediction
-            weights, given = (tangent.model.features.whole(v) for v in (tangent.weights, tangent.model.observed()))
+            weights, given = tangent.weights, tangent.model.observed()
         return prediction.scaled(1 / weights, given)
 
     @solver_call

@@ -1,0 +1,485 @@
+r"""Methods that draw samples by solving linear systems: block Krylov, mini-batches, and the dual system."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import ModeCurve, Traces
+from laplace_sampling.evidence.network_evidence import NetworkEvidence
+from laplace_sampling.gp.dual import DualCG
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import clamped
+from laplace_sampling.linear_model.cost import Cost
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import overall_precision
+from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods.closed_form import Factored, Subset, tuned_by_gram_matrix
+from laplace_sampling.methods.method import (
+    BASIS_STACKS,
+    Choice,
+    Fit,
+    Method,
+    Task,
+    Tuned,
+    Tuning,
+    basis_that_fits,
+    has_path,
+    settled,
+    traces_of,
+    tuned_by_traces,
+)
+from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start, fits_in_observation_space
+from laplace_sampling.predictions.covariance_path import CovariancePath
+from laplace_sampling.solvers.checks import check_positive, check_whole, refuse_class
+from laplace_sampling.solvers.krylov import CG, BlockKrylov
+from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import Minimum, Solver
+from laplace_sampling.solvers.svrg import SVRG
+
+# Products of each sample that a solve of many together takes, and the fewest with which it is worth having; passes of a
+# search for the largest evidence. Typical of the problems of `auto`; half and twice move where `auto` leaves solves.
+_PRODUCTS, _LEAST_PRODUCTS, _TUNING_PASSES = 5, 2, 80
+
+
+# The fewest vectors of a Krylov basis that are worth having. A linear layer of 9,003 weights with 16 samples and 500
+# vectors of memory takes 24 passes with a basis, at half the same; at twice there is none, and it takes 69.
+LEAST_BASIS = 64
+
+
+# Vectors alive for each vector of a Nyström preconditioner in the making, the peak of a fit in float32: at
+# half a fit that may take 100 vectors takes 139, at twice the rank is half and 82 passes replace 70. The largest rank
+# makes no difference to that fit at half and at twice; it bounds the cost of the decomposition.
+_NYSTROM_STACKS, _LARGEST_RANK, _BLOCK = 18, 256, 16
+
+
+# Of the modes of a search for the largest evidence, an error of the function that leaves `‖θ̄‖²` accurate enough.
+_MODE_ACCURACY = 2e-3
+
+
+# Vectors held for each of the rank of SVRG's preconditioner: four rows of data, their factor, and what a product needs.
+# Where a fit may take 100 vectors (a linear layer of 9,003 weights), 226 passes at 8, 276 at 4, as rows have less room
+# beside a higher rank, and 210 at 16; the peak is 107, 89 and 106 vectors.
+_SVRG_STACKS = 8
+
+
+# A preconditioner of a lower rank is not worth having: half or twice moves where `SGD` takes over by as much.
+_LEAST_RANK = 64
+
+
+# The part of its descents that plain mini-batches make from a warm start, of samples and of the mode.
+_WARM = 0.25
+
+
+# Observations up to which the whole Gram matrix is decomposed for the hyperparameters. It takes C/2 + N·C/4 products at
+# most, at 2,000 observations no more than the preconditioner (820) and five steps of EM (470) do, and 3 s of one core.
+_GRAM_ROWS = 2000
+
+
+# Rank of the preconditioner, whose vectors have `N·C` numbers, and the share of memory that it takes at most. For a
+# regression of 900 data 127 passes at 400 and at 800, which the decay of the kernel makes equal, and 202 at 200.
+_RANK, _SHARE = 400, 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solves(Method):
+    """A method whose samples a solver finds: give `name`, `make_solver` and `judge`."""
+
+    def covariance_path(self, task: Task) -> CovariancePath:
+        """Returns the path of a random part of the data, which is close enough to choose a precision by."""
+        return Subset().covariance_path(task)
+
+    def predicted(self, problem: Problem, cost: Cost) -> Estimate:
+        # `u = Φᵀ L z` of each sample is a VJP; the evidence takes as much at the least number of products as at most.
+        num_data, num_samples = problem.features.num_data, problem.num_samples
+        passes, tuning = num_data * cost.passes, _TUNING_PASSES if problem.by_evidence else 0
+
+        def operations(products: int) -> float:
+            solves = num_samples * num_data * cost.vjp + (num_samples * products + tuning) * passes
+            return solves + problem.of_rule(cost)
+
+        memory = problem.memory_of(self.max_memory)
+        least = operations(_LEAST_PRODUCTS)
+        return Estimate(operations(_PRODUCTS), self.needs(problem) * memory.vector, least=least)
+
+    def paid_for(self, problem: Problem, choice: Choice) -> Choice:
+        """The choice, or Kronecker factors if samples by solves would be hardly more than those of the prior."""
+        if problem.cost is None or (least := self.predicted(problem, problem.cost).least) is None:
+            return choice
+        budget = problem.budget
+        if budget.affords(least):
+            return choice
+        own = {field.name: getattr(self, field.name) for field in fields(Method)}
+        shortfall = (
+            f'Samples by method="{self.name}" take {least / budget.epoch:.3g} training epochs at least, more than the '
+            f"budget of {budget.epochs:g}: the posterior is that of Kronecker factors. Raise `budget`."
+        )
+        reason = f'the budget does not pay for method="{self.name}"'
+        return replace(choice, method=Factored(**own), reason=reason, shortfall=shortfall)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Krylov(Solves):
+    """Block Krylov on all data: a few passes for all samples together, whatever `N` is.
+
+    Prior and noise precision are at MacKay's fixed point: a Krylov run of a few probes gives the effective dimension
+    for every `α`, and each precision that is tried takes a mode. Where memory holds no basis worth having, conjugate
+    gradients with a Nyström preconditioner take its place.
+    """
+
+    @property
+    def name(self) -> str:
+        return "krylov"
+
+    @property
+    def stacks(self) -> int:
+        # The peak of a fit in float32 (a linear layer of 9,003 weights). At 8, where 100 vectors may be taken and 17
+        # more for the product, a fit takes 182; at 32 it takes 67, and 74 passes instead of 70.
+        return 16
+
+    @property
+    def residual_kind(self) -> str:
+        return "relative error of the function"
+
+    def short(self, memory: Memory, num_samples: int) -> bool:
+        """Whether a Krylov basis worth having does not fit."""
+        return basis_that_fits(memory, num_samples) < LEAST_BASIS
+
+    def remark(self, problem: Problem, memory: Memory) -> str:
+        if not self.short(memory, problem.num_samples):
+            return ""
+        return "; memory holds no Krylov basis: preconditioned conjugate gradients"
+
+    def _rank(self, memory: Memory, num_samples: int) -> int:
+        """Rank of the Nyström preconditioner, at most; 0 for none."""
+        room = memory.vectors - num_samples - self.stacks
+        rank = min(_LARGEST_RANK, int(memory.vectors / _NYSTROM_STACKS), int(room / 2))
+        return rank if rank >= 4 else 0
+
+    def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
+        if self.short(memory, num_samples):
+            return self._rank(memory, num_samples)
+        return BASIS_STACKS * basis_that_fits(memory, num_samples)
+
+    def making_vectors(self, memory: Memory, num_samples: int) -> int:
+        return self._rank(memory, num_samples) if self.short(memory, num_samples) else 0
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
+        error = _largest_error(tolerance)
+        if not self.short(task.memory, task.num_samples):
+            return BlockKrylov(error, max_basis=basis_that_fits(task.memory, task.num_samples))
+        rank = self._rank(task.memory, task.num_samples)
+        if rank == 0:
+            return CG(error)
+        if task.start is not None and (earlier := _earlier(task, task.start)) is not None:
+            return CG(error, preconditioner=earlier)
+        preconditioner = Nystrom.of(
+            task.scaled_ggn(),
+            block=min(_BLOCK, rank),
+            max_rank=rank,
+            shift=shift,
+            num_rhs=task.num_samples,
+            seed=task.seed,
+        )
+        return CG(error, preconditioner=preconditioner)
+
+    def em_rows(self, solver: Solver, memory: Memory, num_samples: int, in_em: int) -> int:
+        # A Krylov basis is of all rows together, and bounds its own memory.
+        return in_em if isinstance(solver, BlockKrylov) else super().em_rows(solver, memory, num_samples, in_em)
+
+    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        solver = self.make_solver(task, tuning.tolerance, None)
+        if not (isinstance(solver, BlockKrylov) and has_path(task)):
+            return self.tune_by_em(task, tuning, solver)
+
+        def ratio(traces: Traces) -> float:
+            """Where the evidence of the network itself is largest, which needs no mode."""
+            alpha, factor = NetworkEvidence.of(task.model, task.prior, task.trained_weights, traces).best()
+            return clamped(alpha / factor, tuning.precision_bounds)
+
+        def near(found: Traces) -> bool:
+            return settled(found, ratio(found) * torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64))
+
+        def accurate(found: Traces) -> bool:
+            gamma, error = found.effective_dimension(torch.tensor([ratio(found)], dtype=torch.float64))
+            # What the data do not determine tells the noise.
+            free = max(task.model.num_observations - float(gamma), 0.0)
+            return near(found) and (not task.model.likelihood.learns_noise or float(error) <= tuning.tolerance * free)
+
+        traces = traces_of(task, accurate)
+        if traces.full and not near(traces):
+            return self.tune_by_em(task, tuning, solver)
+        modes = CG(_MODE_ACCURACY).within(task.budget.for_tuning)
+        return tuned_by_traces(task, tuning, traces, modes, ratio(traces), _MODE_ACCURACY, solver)
+
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
+        assert isinstance(solver, BlockKrylov | CG)
+        return sampled.error, solver.tolerance
+
+
+def _earlier(task: Task, start: Start) -> Preconditioner | None:
+    """The preconditioner of the posterior that a fit starts from, in the present coordinates, if there was one."""
+    held = start.solver.preconditioner if isinstance(start.solver, CG) else None
+    if held is None:
+        return None
+    device, dtype = task.model.features.device, task.model.features.dtype
+    return held.congruent(start.change_of_scale(task.prior.to(device, dtype)))
+
+
+def _largest_error(tolerance: float) -> float:
+    """The error of the function that samples may have, where accuracy is cheap."""
+    return min(2 * tolerance, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stochastic(Solves):
+    """Mini-batch gradients: their number of steps, not of passes, is what stays fixed as `N` grows.
+
+    Args:
+        solver: `SVRG(...)`, preconditioned mini-batches, which need memory and a few passes; or `SGD(...)`,
+            plain ones. By default the first, where its preconditioner fits in memory and pays, counted in operations.
+    """
+
+    solver: SGD | SVRG | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_class("solver", self.solver)
+        if not isinstance(self.solver, SGD | SVRG | None):
+            raise TypeError(
+                f"`Stochastic(solver=...)` must be an SGD or an SVRG, but is a {type(self.solver).__name__}."
+            )
+
+    @property
+    def name(self) -> str:
+        return "stochastic"
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is no preconditioner."""
+        return isinstance(self.solver, SGD)
+
+    @property
+    def stacks(self) -> int:
+        # The peak of a fit in float32, as of `Krylov.stacks`: at half a fit that may take 100 vectors, and 17 for the
+        # product, takes 169 (plain) and 179; at twice 68 and 71, and a tenth to two fifths more passes.
+        return 16 if self.plain else 22
+
+    @property
+    def advice(self) -> str:
+        if self.plain:
+            return "Give more passes with `Stochastic(solver=SGD(finish_passes=...))`."
+        return 'Raise `tolerance`, or use `method="krylov"`, which goes on for longer.'
+
+    @property
+    def residual_kind(self) -> str:
+        return "relative error of the function"
+
+    def choose(self, problem: Problem) -> Choice:
+        if self.solver is not None:
+            return Choice(self, self)
+        preconditioned = replace(self, solver=SVRG(seed=problem.seed))
+        rank = preconditioned.rank(problem.memory_of(self.max_memory), problem.num_samples)
+        if rank >= _LEAST_RANK:
+            return Choice(preconditioned, self, f"as asked for, preconditioned by {rank} vectors")
+        return Choice(replace(self, solver=SGD(seed=problem.seed)), self, "as asked for, without a preconditioner")
+
+    def check(self, problem: Problem) -> None:
+        if problem.tangent.in_order:
+            raise ValueError(
+                f'method="{self.name}" draws mini-batches, but a stream of data that is too large to be kept can be '
+                'read in its order only: use method="krylov", or a map-style dataset.'
+            )
+        super().check(problem)
+
+    def rank(self, memory: Memory, num_samples: int) -> int:
+        """Rank of the preconditioner, at most."""
+        largest = self.solver.max_rank if isinstance(self.solver, SVRG) else SVRG().max_rank
+        room = memory.vectors - num_samples - self.stacks
+        return max(1, min(largest, int(room / _SVRG_STACKS)))
+
+    def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
+        return 0 if self.plain else self.rank(memory, num_samples)
+
+    def making_vectors(self, memory: Memory, num_samples: int) -> int:
+        return _SVRG_STACKS * self.preconditioner_vectors(memory, num_samples)
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
+        settings = self.solver
+        if isinstance(settings, SGD):
+            asked = largest_error(tolerance, task.num_samples)
+            settings = settings if task.start is None else settings.shortened(_WARM)
+            return replace(settings, tolerance=asked if settings.tolerance is None else settings.tolerance)
+        assert isinstance(settings, SVRG)
+        # Its tolerance is one of `ε²`, and judged by an estimate, which takes a third of `2τ`.
+        error = min(2 * tolerance, 0.5)
+        solver = replace(settings, tolerance=error / 3, max_rank=self.rank(task.memory, task.num_samples))
+        noise = task.model.likelihood.noise_precisions()
+        # Noises of several outputs change `M` by more than a factor while they are learnt.
+        keeps = noise is None or noise.dim() == 0 or not task.model.likelihood.learns_noise
+        return solver.hold(task.scaled_ggn()) if keeps else solver
+
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
+        if isinstance(solver, SVRG):
+            return sampled.error, math.sqrt(solver.tolerance)
+        assert isinstance(solver, SGD)
+        assert solver.tolerance is not None
+        return sampled.error, solver.tolerance
+
+
+def largest_error(tolerance: float, num_samples: int) -> float:
+    """The largest `ε` with `ε²/2 + ε/√K ≤ τ`, a half at most."""
+    root = num_samples**-0.5
+    return min(0.5, math.sqrt(root**2 + 2 * tolerance) - root)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dual(Solves):
+    """Conjugate gradients on vectors of `N·C` numbers, for regressions with more weights than memory holds bases of.
+
+    Args:
+        rank: of the preconditioner; 0 for none. By default 400, or what a quarter of the memory holds.
+        max_iterations: of conjugate gradients, in each solve.
+        accuracy: of the error of the function; by default what the `tolerance` of a fit needs.
+    """
+
+    rank: int | None = None
+    max_iterations: int = 1000
+    accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("`Dual(rank=...)`", 0 if self.rank is None else self.rank, 0)
+        check_whole("`Dual(max_iterations=...)`", self.max_iterations, 1)
+        if self.accuracy is not None:
+            check_positive("`Dual(accuracy=...)`", self.accuracy)
+
+    @property
+    def name(self) -> str:
+        return "dual"
+
+    @property
+    def stacks(self) -> int:
+        return 24
+
+    @property
+    def advice(self) -> str:
+        return "Give `Dual(rank=..., max_iterations=...)` more of either; float64 weights help, too."
+
+    @property
+    def residual_kind(self) -> str:
+        return "relative error of the function"
+
+    def take(self, problem: Problem, choice: Choice) -> Task:
+        # Vectors have an entry for each observation.
+        return self.task(problem, choice, problem.tangent.with_offset().with_all_inputs())
+
+    def check_likelihood(self, likelihood: Likelihood) -> None:
+        if not likelihood.quadratic:
+            raise ValueError(
+                f'method="dual" is for regression with a Gaussian likelihood, but the likelihood is '
+                f'{likelihood.name!r}; use method="exact", "krylov" or "stochastic".'
+            )
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> "DualCG":
+        # Imported here, so that this file stays light; the room `gp` is needed for a fit only.
+        from laplace_sampling.gp.dual import DualCG, WhitenedGram
+
+        rows, ggn = task.model.num_observations, task.scaled_ggn()
+        held = max(1, min(_RANK, rows, int(_SHARE * task.memory.bytes / (8 * rows))))
+        solver = DualCG(
+            tolerance=min(2 * tolerance, 0.5) if self.accuracy is None else self.accuracy,
+            rank=held if self.rank is None else self.rank,
+            max_iterations=self.max_iterations,
+            seed=task.seed,
+        )
+        return solver.hold(WhitenedGram(ggn, torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device)))
+
+    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        """By the evidence itself where the Gram matrix is small; else by EM, from the optimum of its leading part."""
+        if _has_small_gram(task):
+            return _tune_by_gram_matrix(task, tuning)
+        solver = self.make_solver(task, tuning.tolerance, None)
+        if solver.held is not None and has_path(task) and task.start is None:
+            task = _at_evidence_of_leading_part(task, tuning, solver.held)
+        return self.tune_by_em(task, tuning, solver)
+
+    def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:
+        return solver.mode(task.model, task.prior)
+
+    def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
+        return sampled.error, solver.tolerance
+
+    def fit_of(self, *parts: Any) -> "DualFit":
+        return DualFit(*parts)
+
+
+def _has_small_gram(task: Task) -> bool:
+    """Whether the Gram matrix gives the hyperparameters: for one prior precision, and cheaper than EM."""
+    features = task.model.features
+    rows = features.num_data * features.num_outputs
+    return rows <= _GRAM_ROWS and len(task.prior.names) == 1 and fits_in_observation_space(features, task.memory)
+
+
+def _precise(model: LinearModel) -> LinearModel:
+    """With features in float64 where the network allows."""
+    return replace(model, features=model.features.in_float64())
+
+
+def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    """The hyperparameters of the exact method; its matrices are freed."""
+    prior = task.prior.to(task.model.features.device, torch.float64)
+    precise, tuned = tuned_by_gram_matrix(replace(task, model=_precise(task.model), prior=prior), tuning)
+    task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
+    return task, replace(tuned, work=None)
+
+
+def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
+    """The task with the `α` and `b` that the kernel's leading part has, for EM to start from.
+
+    What the preconditioner leaves out counts as noise, in as many directions as there are. Where that has no maximum
+    inside the bounds, EM would stay at the bound: the task is returned as it is.
+    """
+    from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
+
+    model = task.model
+    assert isinstance(model.likelihood, Gaussian)
+    residual, squared_norm = model.residuals(model.offset).flatten(), float(model.squared_errors(model.offset).sum())
+    values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
+    spectrum = RegressionEvidence.of_leading(values, held.vectors @ residual, squared_norm, model.num_observations)
+    squares = float(model.squared_errors(model.network_outputs).sum())
+    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    start = (overall_precision(task.prior), float(torch.as_tensor(model.likelihood.noise_precision)))
+    optimum = spectrum.largest(start, (True, model.likelihood.learn), bounds, squares)
+    if optimum.at_bounds:
+        return task
+    prior = task.prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
+    likelihood = model.likelihood
+    if likelihood.learn:
+        likelihood = likelihood.with_precision(optimum.noise_precision)
+    return replace(task, model=model.with_likelihood(likelihood), prior=prior)
+
+
+class DualFit(Fit):
+    """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
+
+    @cached_property
+    def _gram(self) -> Any:
+        from laplace_sampling.gp.posterior import GramPosterior
+
+        if not fits_in_observation_space(self.model.features, self.task.memory):
+            return None
+        return GramPosterior.of(_precise(self.model), self.prior.to(self.model.features.device, torch.float64))
+
+    def traces(self, decades: float) -> Traces:
+        if self._gram is None:
+            return super().traces(decades)
+        return Traces.of_eigenvalues(self._gram.precisions[1] * self._gram.eigenvalues, self.alpha)
+
+    def mode_curve(self, alphas: Tensor) -> ModeCurve:
+        return super().mode_curve(alphas) if self._gram is None else self._gram.mode_curve(alphas)
