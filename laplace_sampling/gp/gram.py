@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features
-from laplace_sampling.linear_model.row_blocks import row_blocks
+from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features, row_blocks
 from laplace_sampling.networks.resources import Operations
 from laplace_sampling.solvers.recorded import recorded
 

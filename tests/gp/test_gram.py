@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling.gp.gram import cross_gram, gram, gram_blocks, gram_flops
-from laplace_sampling.linear_model.features import DenseFeatures, Features
+from laplace_sampling.linear_model.features import DenseFeatures, Features, row_blocks
 from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.linear_model.row_blocks import row_blocks
 from laplace_sampling.networks.linearisation import Linearisation
 
 
