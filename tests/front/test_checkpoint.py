@@ -24,9 +24,9 @@ from laplace_sampling import (
     from_loss,
     preparation,
 )
+from laplace_sampling.checkpoint import Results
 from laplace_sampling.linear_model import sampling
 from laplace_sampling.methods.solver_method import SolverMethod
-from laplace_sampling.results import Results
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind.__module__}.{kind.__name__}")
@@ -177,18 +177,6 @@ def test_products_that_are_there_are_not_made_again(path: Path, kills: Any) -> N
         patch.setattr(Linearisation, "ggn", lambda self, x, v, B: made.append(len(v)) or ggn(self, x, v, B))
         fitted("krylov", path)
     assert not made
-
-
-@pytest.mark.slow
-def test_products_of_many_data_are_kept_in_parts(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = fitted("krylov", path)
-    whole = kills.entries
-    monkeypatch.setattr("laplace_sampling.linear_model.ggn._PART", 30)
-    kills(10**9)
-    assert_same(fitted("krylov", path), expected)
-    assert kills.entries > whole
-    killed("krylov", path, kills, kills.entries - 1)
-    assert_same(fitted("krylov", path), expected)
 
 
 def test_fit_at_given_precisions(path: Path, kills: Any) -> None:
@@ -388,7 +376,7 @@ def test_a_database_of_something_else_is_refused(path: Path) -> None:
 
 
 def test_another_format_is_refused(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laplace_sampling.results._FORMAT", 7)
+    monkeypatch.setattr("laplace_sampling.checkpoint._FORMAT", 7)
     killed("krylov", path, kills, 3)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="format 7"):
