@@ -204,7 +204,7 @@ def _with_targets(
     weights: Tensor | None,
 ) -> LinearModel:
     """The linear model, still without an offset, after checks of targets and likelihood."""
-    targets = _placed(data.all_targets(), outputs.device)
+    targets = _placed(data.targets, outputs.device)
     model = LinearModel(features, zeros_as(outputs), outputs, targets, likelihood)
     # Targets of measurements fit `T f`, not `f`: they are checked against the measured outputs.
     if observation is not None:
@@ -301,7 +301,7 @@ def _outputs(
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]
     own = torch.cat([torch.zeros(0, layout.size, dtype=dtype, device=network.device), *widened])
-    return data.processes.all_rows(own, data.num_data, data.part), layout
+    return data.processes.all_rows(own, data.num_data), layout
 
 
 def observe(model: LinearModel, T: Observation, targets: Tensor) -> LinearModel:

@@ -1,4 +1,4 @@
-"""Each process computes outputs, and keeps inputs of a last layer, of its part of the data."""
+"""Each process computes outputs of its part of the data, and all have the outputs and the inputs of a last layer."""
 
 import shutil
 import warnings
