@@ -126,7 +126,7 @@ def _with_targets(
     weights: Tensor | None,
 ) -> LinearModel:
     """The linear model, still without an offset, after checks of targets and likelihood."""
-    targets = _placed(data.all_targets(), outputs.device)
+    targets = _placed(data.targets, outputs.device)
     model = LinearModel(features, zeros_as(outputs), outputs, targets, likelihood)
     # Targets of measurements fit `T f`, not `f`: they are checked against the measured outputs.
     if observation is not None:
@@ -219,9 +219,8 @@ def _outputs(
         return (reduce(Layout.union, found), outputs[0].dtype) if found else None
 
     found_by_all = [one for one in data.processes.gathered(layout_of_part) if one is not None]
-    network.shell.expect_weights_elsewhere(True)
     layout, dtype = reduce(Layout.union, [layout for layout, _ in found_by_all]), found_by_all[0][1]
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]
     own = torch.cat([torch.zeros(0, layout.size, dtype=dtype, device=network.device), *widened])
-    return data.processes.all_rows(own, data.num_data, data.part), layout
+    return data.processes.all_rows(own, data.num_data), layout

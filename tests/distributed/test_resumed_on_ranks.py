@@ -16,8 +16,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import SVRG, LinearisedLaplace, Stochastic
+from laplace_sampling.checkpoint import Results
 from laplace_sampling.data.processes import ProcessError
-from laplace_sampling.results import Results
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resumed on ranks")]
 

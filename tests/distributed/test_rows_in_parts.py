@@ -1,4 +1,4 @@
-"""Each process computes outputs, and keeps inputs of a last layer, of its part of the data."""
+"""Each process computes outputs of its part of the data, and all have the outputs and the inputs of a last layer."""
 
 import shutil
 import warnings
@@ -15,10 +15,9 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_sampling import Dual, Exact, Gaussian, Krylov, LinearisedLaplace, from_loss
-from laplace_sampling.checkpoint import Checkpoint
+from laplace_sampling.checkpoint import Checkpoint, Results
 from laplace_sampling.linear_model import tangent_model
 from laplace_sampling.methods import exact, problem
-from laplace_sampling.results import Results
 
 pytestmark = pytest.mark.slow
 

@@ -24,9 +24,9 @@ from laplace_sampling import (
     from_loss,
     preparation,
 )
+from laplace_sampling.checkpoint import Results
 from laplace_sampling.linear_model import sampling
 from laplace_sampling.methods.solver_method import SolverMethod
-from laplace_sampling.results import Results
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind.__module__}.{kind.__name__}")
@@ -388,7 +388,7 @@ def test_a_database_of_something_else_is_refused(path: Path) -> None:
 
 
 def test_another_format_is_refused(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laplace_sampling.results._FORMAT", 7)
+    monkeypatch.setattr("laplace_sampling.checkpoint._FORMAT", 7)
     killed("krylov", path, kills, 3)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="format 7"):

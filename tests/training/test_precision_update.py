@@ -23,7 +23,7 @@ from laplace_sampling import (
 )
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
-from laplace_sampling.training.precision_update import PrecisionUpdate, updated_precisions
+from laplace_sampling.training.train_by_evidence import PrecisionUpdate, updated_precisions
 
 NUM = 30
 Data = tuple[Tensor, Tensor]
@@ -244,21 +244,9 @@ def test_batches_of_other_forms() -> None:
         ({"prior": "g-prior"}, ValueError, "GPrior"),
         ({"prior": GPrior(2.0)}, ValueError, "GPrior"),
         ({"likelihood": "regresion"}, ValueError, r"regresion"),
-        (
-            {"likelihood": Gaussian(torch.tensor([1.0, 2.0]))},
-            ValueError,
-            "learn=False",
-        ),
-        (
-            {"likelihood": Gaussian(observe=torch.eye(2))},
-            ValueError,
-            "observe",
-        ),
-        (
-            {"parameters": {"0.weight": torch.ones(5, 2, dtype=torch.bool)}},
-            ValueError,
-            "masks",
-        ),
+        ({"likelihood": Gaussian(torch.tensor([1.0, 2.0]))}, ValueError, "learn=False"),
+        ({"likelihood": Gaussian(observe=torch.eye(2))}, ValueError, "observe"),
+        ({"parameters": {"0.weight": torch.ones(5, 2, dtype=torch.bool)}}, ValueError, "masks"),
         ({"seed": -1}, ValueError, "seed"),
         ({"prior": LayerwisePrior(layers={"7": 1.0})}, ValueError, "'7'"),
         ({"unpack": 3}, TypeError, "unpack"),
