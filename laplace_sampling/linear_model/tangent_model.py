@@ -211,7 +211,7 @@ def _with_targets(
         model = observe(model, observation, model.targets)
         targets = model.targets
         model.likelihood.check_targets(model.network_outputs.shape, targets)
-        check_some_given(model.likelihood, targets)
+        check_some_given(model.likelihood, targets, features.num_outputs)
     else:
         likelihood, targets = model.likelihood.prepare(features.layout, model.targets)
         if weights is not None:
