@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.data.batches import Layout, batched, place
-from laplace_sampling.data.digest import digest
+from laplace_sampling.data.batches import Layout, batched, digest, place
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
 from laplace_sampling.likelihoods.likelihood import Likelihood

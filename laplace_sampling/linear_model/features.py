@@ -114,10 +114,6 @@ class Features(ABC):
         """`N·C`."""
         return self.num_data * self.num_outputs
 
-    def with_all_inputs(self) -> "Features":
-        """Returns the features with the inputs of all data in each process, so that one may ask for some alone."""
-        return self
-
     def own_chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
         """`chunks` of those data of a batch that are the part of this process, inside of `summing`."""
         indices = torch.arange(self.num_data) if batch is None else batch
@@ -210,11 +206,6 @@ class DerivedFeatures(Features):
 
     def own(self, batch: Tensor) -> Tensor | slice:
         return self.features.own(batch)
-
-    def with_all_inputs(self) -> Features:
-        other = copy.copy(self)
-        other.features = self.features.with_all_inputs()
-        return other
 
     def in_float64(self) -> Features:
         other = copy.copy(self)

@@ -85,10 +85,6 @@ class LinearModel:
         parts = zip(outputs.split(rows), self.targets.split(rows), strict=True)
         return torch.cat([self.likelihood.loss(h, y) for h, y in parts])
 
-    def with_all_inputs(self) -> "LinearModel":
-        """Returns the model with the inputs of all data in each process, for dense algebra in observation space."""
-        return replace(self, features=self.features.with_all_inputs())
-
     def with_likelihood(self, likelihood: Likelihood) -> "LinearModel":
         return replace(self, likelihood=likelihood)
 

@@ -60,11 +60,6 @@ class NetworkFeatures(Features):
         part = self.data.part
         return (batch >= part.start) & (batch < part.stop)
 
-    def with_all_inputs(self) -> "NetworkFeatures":
-        other = copy.copy(self)
-        other.data = self.data.whole()
-        return other
-
     def in_float64(self) -> Features:
         if self.dtype == torch.float64:
             return self

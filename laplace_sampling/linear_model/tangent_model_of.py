@@ -126,14 +126,14 @@ def _with_targets(
     weights: Tensor | None,
 ) -> LinearModel:
     """The linear model, still without an offset, after checks of targets and likelihood."""
-    targets = _placed(data.all_targets(), outputs.device)
+    targets = _placed(data.targets, outputs.device)
     model = LinearModel(features, zeros_as(outputs), outputs, targets, likelihood)
     # Targets of measurements fit `T f`, not `f`: they are checked against the measured outputs.
     if observation is not None:
         model = observe(model, observation, model.targets)
         targets = model.targets
         model.likelihood.check_targets(model.network_outputs.shape, targets)
-        check_some_given(model.likelihood, targets)
+        check_some_given(model.likelihood, targets, features.num_outputs)
     else:
         likelihood, targets = model.likelihood.prepare(features.layout, model.targets)
         if weights is not None:
@@ -223,4 +223,4 @@ def _outputs(
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]
     own = torch.cat([torch.zeros(0, layout.size, dtype=dtype, device=network.device), *widened])
-    return data.processes.all_rows(own, data.num_data, data.part), layout
+    return data.processes.all_rows(own, data.num_data), layout

@@ -101,7 +101,7 @@ class Exact(SolverMethod):
         Covariances in observation space are differences of nearly equal numbers, so that rows that are computed again
         must hardly differ, as they do in float64.
         """
-        model = problem.tangent.in_float64().with_all_inputs()
+        model = problem.tangent.in_float64()
         if not holds_rows(problem.features, problem.memory_of(self.max_memory)):
             return model
         return replace(model, features=DenseFeatures.of(model.features))

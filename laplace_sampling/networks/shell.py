@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, num_rows, read
-from laplace_sampling.data.digest import digest
+from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, digest, num_rows, read
 from laplace_sampling.networks.batching import cpu_out_of_memory
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.private_copy import own_parameter, private_copy, shared_parameter
