@@ -127,7 +127,7 @@ class Squared(torch.autograd.Function):
 
 
 def test_a_derivative_that_cannot_be_differentiated_is_named() -> None:
-    with pytest.warns(UserWarning, match="reverse passes"), pytest.raises(ValueError, match="numpy: .* in a Of"):
+    with pytest.warns(UserWarning, match="reverse passes"), pytest.raises(ValueError, match=r"numpy: .* in a Of"):
         check(Of(Squared.apply))  # pyright: ignore
 
 
