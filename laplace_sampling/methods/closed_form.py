@@ -39,9 +39,8 @@ from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, F
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.head_curvature import head_block, head_matrix, head_of, head_operations, is_exact
 from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
-from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel, Mode
 from laplace_sampling.linear_model.low_rank import LowRank
-from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.random_rows import RandomRows
@@ -728,7 +727,7 @@ class Exact(Method):
         Covariances in observation space are differences of nearly equal numbers, so that rows that are computed again
         must hardly differ, as they do in float64.
         """
-        model = problem.tangent.in_float64().with_all_inputs()
+        model = problem.tangent.in_float64()
         if not holds_rows(problem.features, problem.memory_of(self.max_memory)):
             return model
         return replace(model, features=DenseFeatures.of(model.features))
@@ -760,7 +759,7 @@ class Exact(Method):
     def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
         features = task.model.features
         if (
-            features.held is not None
+            task.model.held is not None
             and not isinstance(features, DenseFeatures)
             and not task.model.likelihood.quadratic
         ):
@@ -778,7 +777,7 @@ class Exact(Method):
     def covariance_path(self, task: Task) -> CovariancePath:
         if _in_weight_space(task):
             ggn = task.scaled_ggn()
-            return FactoredPath(ggn.dense() or DenseCurvature.accumulated(ggn), task.prior)
+            return FactoredPath(ggn.dense() or ggn.dense_curvature(), task.prior)
         return GramPath(GramPosterior.of(task.model, task.prior))
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
@@ -787,7 +786,7 @@ class Exact(Method):
         if not has_path(task):
             return super().tune_by_evidence(task, tuning)
         ggn = task.scaled_ggn()
-        curvature = ggn.dense() or DenseCurvature.accumulated(ggn)
+        curvature = ggn.dense() or ggn.dense_curvature()
         return tuned_by_spectrum(task, tuning, Dense(), curvature.spectrum, lambda v: v @ curvature.vectors)
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:

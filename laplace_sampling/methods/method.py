@@ -47,8 +47,7 @@ from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.mode_objective import Mode, ModeObjective, linear_model_mode
+from laplace_sampling.linear_model.linear_model import LinearModel, Mode, ModeObjective, linear_model_mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start
