@@ -108,7 +108,6 @@ class FittedModel:
     ) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
         fit.task.budget.end()
-        network.shell.expect_weights_elsewhere(False)
         self.network = network
         self._keep(posterior, fit.without_samples(), tangent)
         # The public method is behind the wrappers of `fitting` and `solver_call`.

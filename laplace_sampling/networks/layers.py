@@ -18,9 +18,8 @@ their weights at several places, as convolutions, sum over the places by one pro
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.data.batches import num_rows, rows_of
 from laplace_sampling.networks.agreement import difference
+from laplace_sampling.networks.derivative_rules import linear_inside
 from laplace_sampling.networks.elementary_layers import BatchNormCall
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import exclusive
@@ -87,19 +87,13 @@ class Use:
         names: of the weight, and of the bias if that is random.
         edge: its output in the graph.
         shape: of the output.
-        leading: how many axes of the output may hold the data.
+        operation: what it does with them.
     """
 
     names: tuple[str, ...]
     edge: GradientEdge
     shape: torch.Size
-    leading: int
-    _pair: Callable[[Tensor, bool, Fold, int], Pair]
-
-    def pair(self, gradient: Tensor, fold: Fold, num_data: int, dtype: torch.dtype) -> Pair:
-        """`g` and `a` of each datum from the gradient in the output."""
-        g, a = self._pair(gradient, len(self.names) > 1, fold, num_data)
-        return g.to(dtype), a.to(dtype)
+    operation: _Operation
 
 
 class WeightUses(TorchFunctionMode):
@@ -120,8 +114,14 @@ class WeightUses(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            # A function mode sees the outermost call only.
-            with torch._C.DisableTorchFunction(), self._linear_inside():
+            plain = F.linear
+
+            def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+                output = plain(input, weight, bias)
+                self._keep(_linear(input, weight, bias), output)
+                return output
+
+            with torch._C.DisableTorchFunction(), linear_inside(linear):
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)
         if func in _OPERATIONS:
@@ -133,23 +133,7 @@ class WeightUses(TorchFunctionMode):
             of_bias = [self._names[id(operation.bias)]] if id(operation.bias) in self._names else []
             names = (self._names[id(operation.weight)], *of_bias)
             # An edge, not the output: the next module may change that in place, as `ReLU(inplace=True)` does.
-            self.uses.append(Use(names, get_gradient_edge(output), output.shape, operation.leading, operation.pair))
-
-    @contextmanager
-    def _linear_inside(self) -> Iterator[None]:
-        """Keeps calls of `F.linear` by functions of torch."""
-        plain = F.linear
-
-        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            output = plain(input, weight, bias)
-            self._keep(_linear(input, weight, bias), output)
-            return output
-
-        try:
-            F.linear = linear
-            yield
-        finally:
-            F.linear = plain
+            self.uses.append(Use(names, get_gradient_edge(output), output.shape, operation))
 
 
 # Operations -----------------------------------------------------------------------------------------------------------
@@ -310,12 +294,6 @@ class Layer:
         return torch.ones_like(a[:, :, :1]), a
 
 
-class _Traced(Protocol):
-    """A network that runs with a graph while it is watched."""
-
-    def traced(self, x: Any, watch: Callable[[dict[str, Tensor]], Any]) -> tuple[Tensor, Any]: ...
-
-
 class LayerRun:
     """Some data that have gone through the network.
 
@@ -330,7 +308,7 @@ class LayerRun:
         uses: the operations by the names of their weights.
     """
 
-    def __init__(self, network: _Traced, x: Any, num_data: int) -> None:
+    def __init__(self, network: Linearisation, x: Any, num_data: int) -> None:
         with exclusive:
             outputs, watched = network.traced(x, WeightUses)
         self.f, self.weights = outputs.reshape(num_data, -1), watched.weights
@@ -356,12 +334,12 @@ class LayerRun:
             if gradient is not None:
                 # The last fold is that of more operations, as in a loop that is longer than when the layer was found.
                 fold = of_uses[min(number, len(of_uses) - 1)]
-                pairs.append(use.pair(gradient, fold, len(self.f), self.f.dtype))
+                g, a = use.operation.pair(gradient, len(names) > 1, fold, len(self.f))
+                pairs.append((g.to(self.f), a.to(self.f)))
         if not pairs:
             return None
-        return (
-            pairs[0] if len(pairs) == 1 else (torch.cat([g for g, _ in pairs], 3), torch.cat([a for _, a in pairs], 3))
-        )
+        g, a = zip(*pairs, strict=True)
+        return pairs[0] if len(pairs) == 1 else (torch.cat(g, 3), torch.cat(a, 3))
 
 
 def layers_of(run: LayerRun, places: dict[str, Tensor]) -> list[Layer]:
@@ -399,7 +377,7 @@ def _fold(use: Use, plain: Tensor | None, scaled: Tensor | None, factors: Tensor
     """Where the data are: a factor of each output of a datum is one of each gradient that belongs to it."""
     if plain is None or scaled is None:
         return None
-    tried = folds(plain.shape, use.leading, len(factors))
+    tried = folds(plain.shape, use.operation.leading, len(factors))
     if not plain.any() and not _one_place(tried, plain.shape, len(factors)):
         return None  # all folds would do for a gradient of zero, which that of other data need not be
     for fold in tried:
