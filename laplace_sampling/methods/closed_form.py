@@ -74,10 +74,13 @@ from laplace_sampling.methods.problem import (
 )
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.diagnosis import Accuracy
-from laplace_sampling.predictions.function_covariance import FunctionCovariance
-from laplace_sampling.predictions.head_covariance import HeadPath, factored_covariance
+from laplace_sampling.predictions.function_covariance import (
+    DenseCovariance,
+    FunctionCovariance,
+    HeadPath,
+    factored_covariance,
+)
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
