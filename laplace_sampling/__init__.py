@@ -16,10 +16,7 @@ from laplace_sampling.likelihoods.heteroscedastic_gaussian import Heteroscedasti
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
-from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
-from laplace_sampling.linear_model.priors.prior import Prior
+from laplace_sampling.linear_model.priors.prior import GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.methods.auto import Auto
 from laplace_sampling.methods.dual import Dual
 from laplace_sampling.methods.exact import Exact
@@ -29,13 +26,17 @@ from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.stochastic import Stochastic
 from laplace_sampling.methods.subset import Subset
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.make_prediction import CountPrediction, MultiTaskPrediction
 from laplace_sampling.predictions.model_score import Comparison, Score, compare
-from laplace_sampling.predictions.prediction import Prediction
-from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
+from laplace_sampling.predictions.prediction import (
+    ClassificationPrediction,
+    CountPrediction,
+    HeteroscedasticPrediction,
+    MultiTaskPrediction,
+    Prediction,
+    RegressionPrediction,
+)
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
 from laplace_sampling.solvers.svrg import SVRG

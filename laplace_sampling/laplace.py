@@ -25,8 +25,7 @@ from laplace_sampling.planning import PlannedModel
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import check_options, checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.prediction import Prediction
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction
 from laplace_sampling.preparation import prepare
 from laplace_sampling.production import ProductionModel
 from laplace_sampling.saving import SavableModel

@@ -23,20 +23,22 @@ from laplace_sampling.data.batches import (
 )
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
-from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.features import Features, ObservedFeatures
 from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.linear_model.observed_features import ObservedFeatures
-from laplace_sampling.linear_model.weighted_features import noise_weights
+from laplace_sampling.linear_model.tangent_model import noise_weights
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.function_covariance import FunctionCovariance, OnRequest, Scaled
-from laplace_sampling.predictions.head_covariance import factored_covariance
-from laplace_sampling.predictions.make_prediction import make_prediction
-from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.predictions.function_covariance import (
+    DenseCovariance,
+    FunctionCovariance,
+    OnRequest,
+    Scaled,
+    factored_covariance,
+)
+from laplace_sampling.predictions.prediction import Prediction, make_prediction
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
 __all__ = ["check_options", "checked_inputs", "covariance_of", "predict", "samples_for"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace_sampling.evidence.network_evidence import DECADES, best_network_evidence
 from laplace_sampling.fitted import FittedModel
-from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
+from laplace_sampling.linear_model.features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.solving import solver_call

@@ -22,7 +22,7 @@ from laplace_sampling.data.batches import place
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.methods.method import Method
 
 try:

@@ -17,7 +17,6 @@ from laplace_sampling.evidence.curves import Traces
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.posterior import GramPath, GramPosterior
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -48,7 +47,7 @@ from laplace_sampling.methods.solver_method import (
     tuned_by_spectrum,
 )
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.dense_covariance import DenseCovariance
+from laplace_sampling.predictions.function_covariance import DenseCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG
@@ -133,7 +132,7 @@ class Exact(SolverMethod):
     def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
         features = task.model.features
         if (
-            features.held is not None
+            task.model.held is not None
             and not isinstance(features, DenseFeatures)
             and not task.model.likelihood.quadratic
         ):
@@ -151,7 +150,7 @@ class Exact(SolverMethod):
     def covariance_path(self, task: Task) -> CovariancePath:
         if _in_weight_space(task):
             ggn = task.scaled_ggn()
-            return FactoredPath(ggn.dense() or DenseCurvature.accumulated(ggn), task.prior)
+            return FactoredPath(ggn.dense() or ggn.dense_curvature(), task.prior)
         return GramPath(GramPosterior.of(task.model, task.prior))
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
@@ -160,7 +159,7 @@ class Exact(SolverMethod):
         if not has_path(task):
             return super().tune_by_evidence(task, tuning)
         ggn = task.scaled_ggn()
-        curvature = ggn.dense() or DenseCurvature.accumulated(ggn)
+        curvature = ggn.dense() or ggn.dense_curvature()
         return tuned_by_spectrum(task, tuning, Dense(), curvature.spectrum, lambda v: v @ curvature.vectors)
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:

@@ -15,7 +15,7 @@ from laplace_sampling import (
     MultiTask,
     Poisson,
 )
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.prediction import RegressionPrediction
 
 KINDS = ["regression", "heteroscedastic", "binary", "poisson"]
 SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("krylov", "subset")]

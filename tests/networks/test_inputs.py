@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from laplace_sampling import SGD, Categorical, LinearisedLaplace
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.linear_model import tangent_model_of
+from laplace_sampling.linear_model import tangent_model
 
 generator = torch.Generator().manual_seed(0)
 A = torch.randn(9, 2, generator=generator, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_half_precision_inputs_are_widened() -> None:
 
 @pytest.fixture
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tangent_model_of, "TrainingData", partial(TrainingData, cache_bytes=0))
+    monkeypatch.setattr(tangent_model, "TrainingData", partial(TrainingData, cache_bytes=0))
 
 
 @pytest.mark.usefixtures("no_cache")
