@@ -73,12 +73,11 @@ from laplace_sampling.methods.problem import (
     space_of,
 )
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath, HeadPath
 from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.function_covariance import (
     DenseCovariance,
     FunctionCovariance,
-    HeadPath,
     factored_covariance,
 )
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
