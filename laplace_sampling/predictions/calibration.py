@@ -19,7 +19,6 @@ from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.solvers.checks import check_positive
 
 # Numbers of deviations that are worked on at once: a definition, 1 MiB.
 _NUMBERS = 2**17
@@ -84,12 +83,6 @@ class Calibration:
     def __post_init__(self) -> None:
         object.__setattr__(self, "at_bounds", tuple(self.at_bounds))  # a file has lists
 
-    @classmethod
-    def of_scale(cls, scale: float | str) -> "Calibration":
-        """A scale that the user gives."""
-        check_positive("`scale`", scale, also=' (or "auto" in `fit_hyperparameters`)')
-        return cls(scale=float(scale))
-
     @property
     def factors(self) -> tuple[float, float, float]:
         """Scale, temperature and noise."""
@@ -114,7 +107,7 @@ class Calibration:
         """What users should know of the error bars, in words."""
         problems = [
             f"`{_NAMES[name]}` ended at {getattr(self, name):.3g}, a bound of its search; a better one may lie beyond "
-            "it. Try another `prior`, or give `scale=` a number."
+            "it. Try another `prior`."
             for name in self.at_bounds
         ]
         if self.log_likelihood is None or self.network_log_likelihood is None or self.standard_error is None:
