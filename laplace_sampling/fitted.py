@@ -103,7 +103,7 @@ def leave_one_out_of(fit: Fit, tangent: TangentModel, settings: Settings) -> Lea
         prediction = fit.leave_one_out()
         if tangent.weights is None:
             return prediction
-        weights, given = (tangent.model.features.whole(v) for v in (tangent.weights, tangent.model.observed()))
+        weights, given = tangent.weights, tangent.model.observed()
     return prediction.scaled(1 / weights, given)
 
 

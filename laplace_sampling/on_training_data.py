@@ -64,8 +64,7 @@ class OnTrainingData:
         """On some of the data, as many as memory holds; the first ones of data that are read in order."""
         some = some_of(tangent, fit.task.num_samples * fit.model.features.num_outputs, most)
         some = fit.model.with_targets(some)
-        weights = None if tangent.weights is None else tangent.model.features.whole(tangent.weights)
-        return cls(fit, some, weights)
+        return cls(fit, some, tangent.weights)
 
     @cached_property
     def deviations(self) -> Float[Tensor, "K n C"]:
@@ -93,17 +92,17 @@ class OnTrainingData:
 
     @cached_property
     def _targets(self) -> Tensor:
-        return self.fit.model.targets_of(self.some)
+        return self.fit.model.targets[self.some]
 
     @cached_property
     def _outputs(self) -> Float[Tensor, "n C"]:
-        return self.fit.model.network_outputs_of(self.some).double()
+        return self.fit.model.network_outputs[self.some].double()
 
     def calibration(self) -> Calibration:
         """No change of predictions, with the log-likelihood of targets left out where that costs next to nothing."""
         fit, likelihood = self.fit, self.fit.model.likelihood
         if isinstance(likelihood, Gaussian) and (left_out := self._left_out) is not None:
-            y = fit.model.features.whole(fit.model.targets).reshape(left_out.mean.shape)
+            y = fit.model.targets.reshape(left_out.mean.shape)
             noise = 1 / likelihood.precision(left_out.mean)
             unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
             return left_out_regression(left_out.scaled(unit, ~y.isnan()), y.to(unit) * unit, noise * unit**2)
@@ -178,7 +177,7 @@ class OnTrainingData:
         known = f"they determine {gamma:.4g} directions of weight space, of {numbers:,} targets"
         if (left_out := self._left_out) is None:
             return known if gamma > NEARLY_ALL * numbers else None
-        y = fit.model.features.whole(fit.model.targets).reshape(left_out.mean.shape).to(left_out.mean)
+        y = fit.model.targets.reshape(left_out.mean.shape).to(left_out.mean)
         noise = (1 / likelihood.precision(left_out.mean)).expand(left_out.mean.shape)
         found = float(regression_log_probs(left_out, y, noise, 1.0)[self.some].mean())
         if gamma <= _BY_HEART * numbers or found >= constant + (1 - _BY_HEART) * (own - constant):
@@ -206,7 +205,7 @@ def held_out_problems(
     if num < NOISE_WORTH:  # so few say less than what the training data do
         return []
     model, y = tangent.model, held_out.targets
-    trained = model.features.whole(model.targets)
+    trained = model.targets
     some = held_out.with_targets(torch.arange(len(y)))
     constant = float(_log_probs_without_inputs(model.likelihood, trained, held_out.likelihood, y)[some].mean())
     if isinstance(likelihood, Gaussian):

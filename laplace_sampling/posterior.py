@@ -202,7 +202,7 @@ def _training_data(fit: Fit, tangent: TangentModel) -> dict[str, Any]:
     inputs = tangent.data.inputs(torch.arange(tangent.data.num_data))
     kept = {"inputs": storable(inputs), "targets": storable(tangent.data.all_targets())}
     if isinstance(fit.model.likelihood, Weighted):
-        kept["weights"] = fit.model.likelihood.weights(fit.model.features.whole(fit.model.targets))
+        kept["weights"] = fit.model.likelihood.weights(fit.model.targets)
     if tangent.weights is not None:
-        kept["noise_variances"] = tangent.model.features.whole(tangent.weights) ** -2
+        kept["noise_variances"] = tangent.weights**-2
     return kept

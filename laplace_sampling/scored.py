@@ -46,14 +46,14 @@ def left_out_score(fit: Fit, tangent: TangentModel, posterior: Posterior, num_da
     if not len(some):
         raise ValueError("`score`: no training datum that was looked at has a target.")
     root, most, noisy = _root(fit, posterior, some)
-    y, f, at = model.targets_of(some), model.network_outputs_of(some), fit.ggn.outputs_of(some)
+    y, f, at = model.targets[some], model.network_outputs[some], fit.ggn.outputs_of(some)
     mean, rows = without_datum(model.likelihood, y, f, root, most, at)
     T = calibration.temperature
     log_probs = left_out_log_probs(
         calibration.likelihood(model.likelihood), y, mean / T, rows * math.sqrt(calibration.scale) / T
     )
-    if (row_weights := tangent.weights_of(some)) is not None:
-        log_probs = log_probs + row_weights.to(log_probs).log().where(model.observed(y), 0).sum(1)
+    if tangent.weights is not None:
+        log_probs = log_probs + tangent.weights[some].to(log_probs).log().where(model.observed(y), 0).sum(1)
     # A datum of weight two counts as two.
     weights = model.likelihood.weights(y).to(log_probs)
     score = Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha, features.num_data)
@@ -83,6 +83,6 @@ def _root(fit: Fit, posterior: Posterior, some: Tensor) -> tuple[Float[Tensor, "
 def _targets(fit: Fit, tangent: TangentModel) -> Tensor:
     """The targets of all data, in their own units: without the weights that a fit multiplies them by."""
     model = fit.model
-    targets = model.likelihood.unweighted_targets(model.features.whole(model.targets))
+    targets = model.likelihood.unweighted_targets(model.targets)
     # A fit may hold all rows where the tangent model holds those of a part.
-    return targets if tangent.weights is None else targets / tangent.model.features.whole(tangent.weights)
+    return targets if tangent.weights is None else targets / tangent.weights

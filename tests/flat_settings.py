@@ -7,7 +7,7 @@ from cases import Case
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import SGD, SVRG, Dual, Gaussian, LinearisedLaplace, Method, Prior, Stochastic
+from laplace_sampling import SGD, SVRG, Data, Dual, Gaussian, LinearisedLaplace, Method, Prior, Stochastic
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.methods import as_method
 from laplace_sampling.methods.exact import ObservationSpaceFit, WeightSpaceFit
@@ -68,7 +68,7 @@ def fit_case(case: Case, method: str = "exact", **settings: Any) -> LinearisedLa
     R = settings.pop("noise_variances", None)
     settings = {"likelihood": case.likelihood, "prior_precision": 0.7, "num_samples": 4, "method": method, **settings}
     la = laplace_of(case.model, **settings)
-    return la.fit(data, noise_variances=R, tolerance=1e-9, progress=False)
+    return la.fit(data, data=Data(noise_variances=R), tolerance=1e-9, progress=False)
 
 
 def in_observation_space(la: LinearisedLaplace) -> bool:

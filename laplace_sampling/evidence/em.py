@@ -102,8 +102,7 @@ def dimensions_by_output(
     with ggn.features.summing(used):
         for batch in ggn.features.own_chunks():
             changes = ggn.features.jvp(samples, batch)
-            at = model.features.pick(mode_outputs, batch)
-            roots = model.likelihood.root_transpose(at, changes, model.targets_of(batch))
+            roots = model.likelihood.root_transpose(mode_outputs[batch], changes, model.targets[batch])
             used += (roots.double() ** 2).sum(1)
     return used
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import ModeCurve, interpolated, modes_along
 from laplace_sampling.evidence.damping import DampedSteps
-from laplace_sampling.gp.dual_point import DualPoint
 from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum, RegressionEvidence, root_within
 from laplace_sampling.gp.gram import KernelMatrix, cross_gram, gram, gram_blocks, transposed
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -38,6 +37,7 @@ from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import solve_, symmetric_eigen
+from laplace_sampling.solvers.line_search import halve_until_accepted
 from laplace_sampling.solvers.recorded import recorded
 
 # Rows of a matrix that a root of the curvature is applied to at once: little memory next to the matrix.
@@ -112,8 +112,7 @@ class GramPosterior:
         posterior = cls(model, prior, tensors["eigenvalues"], tensors["vectors"], kernel)
         if "coefficients" not in tensors:
             return posterior
-        point = DualPoint(model, tensors["coefficients"], tensors["mode_outputs"])
-        return replace(posterior, known_mode=_mode_of(point, posterior.precisions[0]))
+        return replace(posterior, known_mode=posterior._judged(tensors["coefficients"], tensors["mode_outputs"]))
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that `restore` needs."""
@@ -198,33 +197,54 @@ class GramPosterior:
         """Newton's method from the mode at another `α`, with steps halved until the objective goes down."""
         # `a` hardly depends on `α` where the data decide, so that a mode at another precision saves Newton steps; its
         # outputs do, and are computed again.
-        K, alpha, offset = self.kernel.matrix, self.precisions[0], self.model.offset.double()
+        offset = self.model.offset.double()
         a = torch.zeros_like(offset) if start is None else start.coefficients
-        point = DualPoint(self.model, a, offset + (K @ a.flatten()).reshape(offset.shape) / alpha)
-        # Relative to zero weights: the slope at the mode itself vanishes where the network fits its labels.
-        scale = float(point.initial_slope.norm())
+        mode = self._judged(a, offset + self._kernel_product(a))
         for _ in range(max_steps):
-            if point.residual <= tolerance * scale:
+            if mode.residual <= tolerance or (lower := self._descended(mode, self._newton_step(mode))) is None:
                 break
-            step = self._newton_step(point)
-            lower = point.descended(step, (K @ step.flatten()).reshape(offset.shape) / alpha)
-            # No length lowers the objective any more: rounding is reached, and the residual is judged.
-            if lower is None:
-                break
-            point = lower[0]
-        return _mode_of(point, alpha)
+            mode = lower
+        return mode
 
-    def _newton_step(self, point: DualPoint) -> Float[Tensor, "N C"]:
-        """`c − L(I + S/α)⁻¹LᵀK c/α − a`, with `B` and `c = B(h − o) − ∂ℓ/∂h` at the point."""
-        likelihood, targets, h, alpha = self.model.likelihood, self.model.targets, point.outputs, self.precisions[0]
+    def _kernel_product(self, a: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
+        """`K a/α`."""
+        return (self.kernel.matrix @ a.flatten()).reshape(a.shape) / self.precisions[0]
+
+    def _objective(self, mode: GramMode) -> float:
+        """`Σ_i ℓ(y_i, h_i) + ½ θᵀAθ`."""
+        return self.model.total_loss(mode.outputs) + 0.5 * self.precisions[0] * mode.norm
+
+    def _descended(self, mode: GramMode, step: Float[Tensor, "N C"]) -> GramMode | None:
+        """The point after a step of the coefficients; `None` where rounding lets no length lower the objective."""
+        change, value = self._kernel_product(step), self._objective(mode)
+
+        def attempt(length: float) -> GramMode | None:
+            point = self._judged(mode.coefficients + length * step, mode.outputs + length * change)
+            # At the mode values differ by rounding only.
+            return point if self._objective(point) <= value + 1e-13 * abs(value) else None
+
+        return halve_until_accepted(attempt)
+
+    def _judged(self, coefficients: Float[Tensor, "N C"], outputs: Float[Tensor, "N C"]) -> GramMode:
+        """The mode that some coefficients and their outputs are, with its residual relative to that of zero weights."""
+        likelihood, targets, offset = self.model.likelihood, self.model.targets, self.model.offset.double()
+        # Not relative to the slope at the mode, which vanishes where the network fits its labels.
+        scale = max(float(likelihood.gradient(offset, targets).norm()), 1e-300)
+        residual = float((coefficients + likelihood.gradient(outputs, targets)).norm()) / scale
+        norm = float((coefficients * (outputs - offset)).sum()) / self.precisions[0]
+        # Rounding of K a leaves more than the tolerance of Newton's method where the data determine much.
+        return GramMode(coefficients, outputs, norm, residual, residual <= 1e-8)
+
+    def _newton_step(self, at: GramMode) -> Float[Tensor, "N C"]:
+        """`c − L(I + S/α)⁻¹LᵀK c/α − a`, with `B` and `c = B(h − o) − ∂ℓ/∂h` at a point."""
+        likelihood, targets, h, alpha = self.model.likelihood, self.model.targets, at.outputs, self.precisions[0]
         # `I + S/α` has no eigenvalue below one and exists for a singular `B`; `K + B⁻¹` does not.
         S = _whiten_(self.kernel.matrix.clone(), likelihood, h, targets)
         S /= alpha
         S.diagonal().add_(1)
-        c = point.newton_target
-        change = (self.kernel.matrix @ c.flatten()).reshape(h.shape) / alpha
-        rhs = likelihood.root_transpose(h, change, targets).reshape(-1, 1)
-        return c - likelihood.root(h, solve_(S, rhs).reshape(h.shape), targets) - point.coefficients
+        c = likelihood.curvature(h, h - self.model.offset.double(), targets) - likelihood.gradient(h, targets)
+        rhs = likelihood.root_transpose(h, self._kernel_product(c), targets).reshape(-1, 1)
+        return c - likelihood.root(h, solve_(S, rhs).reshape(h.shape), targets) - at.coefficients
 
     def mode_weights(self) -> Float[Tensor, " P"]:
         """`θ̄`, unscaled, by one pass of VJPs."""
@@ -239,7 +259,7 @@ class GramPosterior:
         """`log p(y)`, a sum over the data; Laplace's approximation where the likelihood is not Gaussian."""
         # `log1p`: most eigenvalues are tiny against `α`, and `log(1 + x)` would lose their digits.
         logdet = float((self.eigenvalues / self._shift).log1p().sum())
-        return -self.model.total_loss(self.mode.outputs) - 0.5 * self.precisions[0] * self.mode.norm - 0.5 * logdet
+        return -self._objective(self.mode) - 0.5 * logdet
 
     def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
         """Zero-mean posterior samples by Matheron's rule, unscaled: those of `sample_posterior` with the same draws."""
@@ -258,30 +278,21 @@ class GramPosterior:
         r"""Each datum predicted from the others, see `predictions.leave_one_out`.
 
         A regression has covariance `P_ii⁻¹` and mean `y − P_ii⁻¹a_i` with `P = L U (Λ/α + 1/b)⁻¹ Uᵀ Lᵀ`, by blocks of
-        the outputs of a datum (Rasmussen & Williams 2006, eq. 5.10 to 5.12). Outputs without a target are
-        predicted by the covariance that the other data leave, `Σ_i + Σ_i L ((I + bS/α)⁻¹)_ii⁻¹ Lᵀ Σ_i b`.
+        the outputs of a datum (Rasmussen & Williams 2006, eq. 5.10 to 5.12).
         """
         model, likelihood = self.model, self.model.likelihood
-        if not isinstance(likelihood, Gaussian):
+        if not isinstance(likelihood, Gaussian) or not bool(model.observed().all()):
             outputs = model.network_outputs.double()
             return leave_one_out(likelihood, model.targets, self.mode.outputs, outputs, self._own_covariances())
         (N, C), shift, inverses = model.offset.shape, self._shift, []
         # `(I + bS/α)⁻¹` from the rows of `U` of a datum alone: N inverses of size C in place of N fits.
         for rows in self.vectors.reshape(N, C, -1).split(max(1, _ROWS // C)):
             inverses.append(torch.linalg.inv((rows * (shift / (self.eigenvalues + shift))) @ rows.mT))
-        noise = 1 / likelihood.precision(self.vectors).expand(C)
-        root, inverse = noise.sqrt(), torch.cat(inverses)
+        root, inverse = likelihood.precision(self.vectors).expand(C).rsqrt(), torch.cat(inverses)
         # A normal distribution is refused where the two triangles differ by rounding.
-        inverse = (inverse + inverse.mT) / 2
-        targets, given = model.targets.reshape(N, C).double(), model.observed()
-        covariance = inverse * root * root[:, None]
+        covariance = (inverse + inverse.mT) / 2 * root * root[:, None]
+        targets = model.targets.reshape(N, C).double()
         mean = targets - (covariance @ self.mode.coefficients[..., None])[..., 0]
-        if not bool(given.all()):
-            S = self._own_covariances()
-            pull = S * (given / root)[:, None]
-            left_out = S + pull @ inverse @ pull.mT
-            covariance = covariance.where(given[:, :, None] & given[:, None], left_out + torch.diag(noise))
-            mean = mean.where(given, self.mode.outputs - (left_out @ self.mode.coefficients[..., None])[..., 0])
         return LeaveOneOut.gaussian(mean, covariance, targets)
 
     def _own_covariances(self) -> Float[Tensor, "N C C"]:
@@ -302,8 +313,9 @@ class GramPosterior:
             )
 
         def find(alpha: float, start: GramMode) -> tuple[GramMode, float, float]:
-            mode = replace(self, prior=_with_overall(self.prior, alpha))._mode_by_newton(start)
-            return mode, self.model.total_loss(mode.outputs) + 0.5 * alpha * mode.norm, mode.norm
+            there = replace(self, prior=_with_overall(self.prior, alpha))
+            mode = there._mode_by_newton(start)
+            return mode, there._objective(mode), mode.norm
 
         return modes_along(alphas, self.mode, find)
 
@@ -501,13 +513,6 @@ def _at_fixed_point(posterior: GramPosterior, bounds: Bounds) -> tuple[GramPoste
     slope = 0.5 * (found.effective_dimension() - alpha * found.mode.norm)
     at_bounds = ("precision",) * ended
     return found, Optimum(alpha, 1.0, found.log_evidence, (slope, 0.0), at_bounds, not ended)
-
-
-def _mode_of(point: DualPoint, alpha: float) -> GramMode:
-    residual = point.relative_residual
-    norm = float((point.coefficients * point.change).sum()) / alpha
-    # Rounding of K a leaves more than the tolerance of Newton's method where the data determine much.
-    return GramMode(point.coefficients, point.outputs, norm, residual, residual <= 1e-8)
 
 
 def _overall_noise(likelihood: Likelihood) -> float:

@@ -10,10 +10,8 @@ from laplace_sampling.integrations.periodic_fits import AUTO, PREFIX, PeriodicFi
 from laplace_sampling.likelihoods.likelihood import Likelihood
 
 try:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
     from accelerate.data_loader import BatchSamplerShard
-
-    from laplace_sampling.integrations.whole_weights import check_whole_weights
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         'laplace_sampling.integrations.accelerate needs accelerate: pip install "laplace_sampling[accelerate]"'
@@ -114,3 +112,18 @@ class AcceleratedFits(PeriodicFits):
         if not isinstance(shard, BatchSamplerShard):
             return loader
         return DataLoader(loader.dataset, batch_sampler=shard.batch_sampler, collate_fn=loader.collate_fn)
+
+
+def check_whole_weights(state: Any) -> None:
+    """Raise if a process has a share of the weights only, in another form than that of `fully_shard`.
+
+    Args:
+        state: of the accelerator, with its `distributed_type`.
+    """
+    sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    if state.distributed_type in sharded and not getattr(state, "is_fsdp2", False):
+        raise ValueError(
+            f"Training by {state.distributed_type.value} shares out the weights over processes, so that none has a "
+            "network to fit error bars to. Train by `fully_shard` (FSDP of version 2), or fit after training, with all "
+            "weights loaded into a model on one device."
+        )

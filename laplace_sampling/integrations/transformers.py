@@ -1,7 +1,6 @@
 """Error bars while a `Trainer` of Hugging Face trains: `pip install laplace_sampling[transformers]`."""
 
 import math
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from laplace_sampling.data.training_data import Data
 from laplace_sampling.files import read, write
 from laplace_sampling.integrations.periodic_fits import AUTO, PREFIX, PeriodicFits
 from laplace_sampling.laplace import LinearisedLaplace
@@ -20,9 +20,10 @@ try:
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-    from laplace_sampling.integrations.whole_weights import check_whole_weights
+    from laplace_sampling.integrations.accelerate import check_whole_weights
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         "laplace_sampling.integrations.transformers needs transformers and accelerate: "
@@ -31,8 +32,6 @@ except ImportError as error:  # pragma: no cover
 
 # In the folder of a checkpoint.
 FILE = "laplace_sampling.pt"
-_TRAINER_STATE = "trainer_state.json"
-_IGNORED = -100
 
 
 class LaplaceTrainerCallback(TrainerCallback):
@@ -48,7 +47,7 @@ class LaplaceTrainerCallback(TrainerCallback):
 
     The data of the fits are those of `train_dataset`, each once and in their order, through the Trainer's collator.
     They are mappings with `labels`, and the model returns `logits`. Labels of causal language models need
-    `unpack=next_token`.
+    `data=Data(unpack=next_token)`.
 
     Several processes fit together: they share out the data, all of them have the result, and the main one writes the
     file, from which another number of processes may go on.
@@ -86,11 +85,10 @@ class LaplaceTrainerCallback(TrainerCallback):
         self.fits = PeriodicFits(likelihood, **{"process_group": AUTO, **options})
         self.train_dataset, self.val_dataset, self.train_loader = train_dataset, val_dataset, train_loader
         self.trainer = trainer
-        self._shifts = "unpack" in options
+        self._shifts = options.get("data", Data()).unpack is not None
         self._anew = self.fits.state_dict()
         # The step of the weights that the last fit is of.
         self._fitted_at: int | None = None
-        self._beside: Path | None = None
 
     @property
     def laplace_(self) -> LinearisedLaplace:
@@ -104,7 +102,7 @@ class LaplaceTrainerCallback(TrainerCallback):
         causal = parts.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         if causal and not self._shifts:
             raise ValueError(
-                f"The labels of a {causal.pop()} are those of the next token. Pass `unpack=next_token` of "
+                f"The labels of a {causal.pop()} are those of the next token. Pass `data=Data(unpack=next_token)` of "
                 "laplace_sampling.integrations.transformers, or an `unpack` of your own."
             )
         self._train_loader(kwargs["train_dataloader"])  # raises before time is spent
@@ -126,16 +124,6 @@ class LaplaceTrainerCallback(TrainerCallback):
         last = state.global_step >= state.max_steps and not args.load_best_model_at_end
         if not (history and history[-1]["epoch"] >= epoch) and self.fits.due(epoch, last):
             self._fit(state, control, state.global_step, **kwargs)
-        self.on_step_end(args, state, control, **kwargs)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Beside the checkpoint, before the Trainer writes it: a process may be killed between the two.
-        if control.should_save and not state.is_hyper_param_search:
-            posterior = self.fits.state_dict()  # on all processes, which gather weights that they share out
-            if args.should_save:
-                self._beside = _beside(_checkpoint(args.output_dir, state))
-                self._beside.parent.mkdir(parents=True, exist_ok=True)
-                write(posterior, self._beside)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -145,19 +133,12 @@ class LaplaceTrainerCallback(TrainerCallback):
         # A training that goes on after its last step has the fit of its end.
         if self._fitted_at != step and not self.fits.restore(kwargs["model"]):
             self._fit(state, control, step, **kwargs)
-        if args.should_save:
-            for left in Path(args.output_dir or "").glob(f"{Path(FILE).stem}-*.pt"):  # by a process that was killed
-                left.unlink(missing_ok=True)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _checkpoint(args.output_dir, state)
-        posterior = self.fits.state_dict()  # on all processes
+        posterior = self.fits.state_dict()  # on all processes, which gather weights that they share out
         if args.should_save and folder.is_dir() and not state.is_hyper_param_search:
-            beside = _beside(folder)
-            if self._beside == beside:
-                os.replace(beside, folder / FILE)
-            else:  # of the best model, as an evaluation has found
-                write(posterior, folder / FILE)
+            write(posterior, folder / FILE)
 
     def _fit(
         self,
@@ -169,9 +150,8 @@ class LaplaceTrainerCallback(TrainerCallback):
         train_dataloader: DataLoader,
         **kwargs: Any,
     ) -> None:
-        like = train_dataloader
-        val = None if self.val_dataset is None else _in_order(self.val_dataset, like)
-        found = self.fits.fit(model, self._train_loader(like), val, epoch=math.ceil(state.epoch))
+        val = None if self.val_dataset is None else _in_order(self.val_dataset, train_dataloader)
+        found = self.fits.fit(model, self._train_loader(train_dataloader), val, epoch=math.ceil(state.epoch))
         if not found:
             return
         self._fitted_at = step
@@ -203,11 +183,10 @@ class LaplaceTrainerCallback(TrainerCallback):
             folders.insert(0, Path(args.resume_from_checkpoint))
         for folder in folders:
             # Another training may have left a checkpoint of as many steps.
-            found = [file for file in (folder / FILE, _beside(folder)) if file.is_file()]
-            if found and (folder / _TRAINER_STATE).is_file():
-                of_folder = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
+            if (folder / FILE).is_file() and (folder / TRAINER_STATE_NAME).is_file():
+                of_folder = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
                 if repr(of_folder.log_history) == repr(state.log_history):
-                    return found[0]
+                    return folder / FILE
         warnings.warn(
             f"`LaplaceTrainerCallback`: training goes on from step {state.global_step}, but there is no {FILE} of it "
             f"in {' or '.join(map(str, folders))}, so that the next fit starts anew. If the checkpoint is elsewhere, "
@@ -227,16 +206,11 @@ def _checkpoint(folder: str | None, state: TrainerState) -> Path:
     return Path(folder or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
-def _beside(checkpoint: Path) -> Path:
-    """The file of a checkpoint until that is whole."""
-    return checkpoint.with_name(f"{checkpoint.name.replace(PREFIX_CHECKPOINT_DIR, Path(FILE).stem)}.pt")
-
-
 def next_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """Inputs of a causal language model, and its labels as its logits `[N, T, V]` have them: of the token that follows.
 
-    For `unpack=`, with `Categorical(class_dim=-1)`: models of transformers move their labels by one within their loss.
+    For `Data(unpack=...)`, with `Categorical(class_dim=-1)`: models of transformers move labels by one in their loss.
     The last position, which no token follows, has none.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return inputs, F.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
+    return inputs, F.pad(batch["labels"][:, 1:], (0, 1), value=-100)

@@ -7,7 +7,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +27,6 @@ __all__ = [
     "DerivedFeatures",
     "Features",
     "ScaledFeatures",
-    "first_of",
 ]
 
 # `u ↦ Bu` of a batch, `[K, n, C]` both.
@@ -116,63 +114,8 @@ class Features(ABC):
         """`N·C`."""
         return self.num_data * self.num_outputs
 
-    # Numbers of each datum, such as outputs and targets, of which a process has those of its part -------------------
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether other processes have the rows `[n, ...]` of other data."""
-        return False
-
-    @property
-    def part(self) -> range:
-        """The data whose rows are here."""
-        return range(self.num_data)
-
-    def pick(self, rows: Float[Tensor, "m ..."], batch: Tensor) -> Float[Tensor, "n ..."]:
-        """The rows of a batch from those of `part`.
-
-        Inside of `summing` the batch is one of own data, and nothing is sent, unless each product takes all processes
-        (`collective`); elsewhere it is any, the same in all of them.
-        """
-        if not self.in_parts:
-            return rows[batch]
-        if self.processes.is_local:
-            return rows[batch - self.part.start]
-        # Own data of a mini-batch that is divided by places are in the parts of others.
-        requested, mine = self.processes.requests(batch) if self.collective else (batch, slice(None))
-        return self.processes.rows_at(rows, self.part, requested)[mine]
-
-    def whole(self, rows: Float[Tensor, "m ..."]) -> Float[Tensor, "N ..."]:
-        """The rows of all data from those of `part`."""
-        return self.processes.all_rows(rows, self.num_data, self.part) if self.in_parts else rows
-
-    def total(self, what: str, rows: Float[Tensor, "m ..."], own: Callable[[], Tensor]) -> Tensor:
-        """A sum over data from that over `part`, on the CPU.
-
-        Args:
-            what: is summed.
-            rows: of `part`, of which it is a function.
-            own: the sum over the part.
-        """
-        return _total(what, first_of(rows), partial(self._joined, own))
-
-    def _joined(self, own: Callable[[], Tensor]) -> Tensor:
-        total = own().detach().cpu().clone()
-        if self.in_parts:
-            self.processes.sum(total)
-        return total
-
-    def norm(self, rows: Float[Tensor, "m ..."]) -> Tensor:
-        """The Euclidean norm of rows of all data."""
-        return self.total("squares", rows, lambda: rows.double().square().sum()).sqrt()
-
-    def same(self, rows: Tensor, others: Tensor) -> bool:
-        """Whether the rows of all data are the same as others."""
-        equal = torch.equal(rows, others)
-        return self.processes.least(float(equal)) > 0 if self.in_parts else equal
-
-    def with_all_rows(self) -> "Features":
-        """Returns the features with the rows of all data in each process."""
+    def with_all_inputs(self) -> "Features":
+        """Returns the features with the inputs of all data in each process, so that one may ask for some alone."""
         return self
 
     def own_chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
@@ -199,30 +142,21 @@ class Features(ABC):
         return nullcontext() if self.collective else self.processes.local_only()
 
     def by_datum(
-        self,
-        function: Callable[[Tensor], Tensor],
-        shape: tuple[int, ...],
-        dim: int,
-        dtype: torch.dtype,
-        whole: bool = False,
+        self, function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dim: int, dtype: torch.dtype
     ) -> Tensor:
-        """A function of batches on the data of `part`, in chunks, each on the process whose part it is.
+        """A function of batches on all data, in chunks, each in the process whose data they are.
 
         Args:
             function: from indices to one row for each, along an axis.
-            shape: of the result for all data.
+            shape: of the result.
             dim: the axis of the data.
             dtype: of the result.
-            whole: whether each process gets the rows of all data.
         """
-        in_parts = self.in_parts and not whole
-        part = self.part if in_parts else range(self.num_data)
-        shape = (*shape[:dim], len(part), *shape[dim + 1 :])
-        # Filled, for what is joined is there twice.
+        # Filled, since the parts of several processes are summed.
         result = torch.zeros(shape, dtype=dtype, device=self.device)
-        with self.summing(*([] if in_parts else [result])):
+        with self.summing(result):
             for chunk in self.own_chunks():
-                result.narrow(dim, int(chunk[0]) - part.start, len(chunk)).copy_(function(chunk))
+                result.index_copy_(dim, chunk.to(self.device), function(chunk).to(dtype))
         return result
 
     def in_chunks(self, batch_size: int) -> "Features":
@@ -242,31 +176,11 @@ class Features(ABC):
         """Returns the features computed in float64 where that is possible, else these."""
         return self
 
-    def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
-        """`φ_i v_k` for all data of `part`."""
-        # What others have elsewhere is no result for all of them to keep.
-        return self._outputs(v) if self.in_parts else self._all_outputs(v)
-
     @recorded
-    def _all_outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
-        return self._outputs(v)
-
-    def _outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
+    def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
+        """`φ_i v_k` for all data."""
         shape = (len(v), self.num_data, self.num_outputs)
         return self.by_datum(lambda batch: self.jvp(v, batch), shape, 1, self.dtype)
-
-
-def first_of(rows: Float[Tensor, "m ..."]) -> Tensor:
-    """The row of the first datum, to half of its digits, by which whoever records calls tells them apart.
-
-    The first process has it, however many there are, and roundings are not the same with others.
-    """
-    return rows[:1].to(torch.float32 if rows.dtype == torch.float64 else torch.bfloat16)
-
-
-@recorded
-def _total(what: str, first: Tensor, own: Callable[[], Tensor]) -> Tensor:
-    return own()
 
 
 class DerivedFeatures(Features):
@@ -297,17 +211,9 @@ class DerivedFeatures(Features):
     def own(self, batch: Tensor) -> Tensor | slice:
         return self.features.own(batch)
 
-    @property
-    def in_parts(self) -> bool:
-        return self.features.in_parts
-
-    @property
-    def part(self) -> range:
-        return self.features.part
-
-    def with_all_rows(self) -> Features:
+    def with_all_inputs(self) -> Features:
         other = copy.copy(self)
-        other.features = self.features.with_all_rows()
+        other.features = self.features.with_all_inputs()
         return other
 
     def in_float64(self) -> Features:
@@ -335,7 +241,7 @@ class DenseFeatures(Features):
     @classmethod
     def of(cls, features: Features, dtype: torch.dtype = torch.float64) -> "DenseFeatures":
         shape = (features.num_data, features.num_outputs, features.size)
-        matrix = features.by_datum(lambda batch: features.rows(batch).to(dtype), shape, 0, dtype, whole=True)
+        matrix = features.by_datum(lambda batch: features.rows(batch).to(dtype), shape, 0, dtype)
         return cls(matrix, precision=features.dtype)
 
     @property

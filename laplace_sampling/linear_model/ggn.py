@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
-from laplace_sampling.linear_model.features import Features, ScaledFeatures, first_of
+from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.solvers.lapack import sum_of_squares
 from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.recorded import recorded
@@ -36,6 +36,14 @@ _PARTS, _PART = 4, 4096
 _SIGN_NUMBERS = 2**18
 
 
+def first_of(rows: Float[Tensor, "N ..."]) -> Tensor:
+    """The row of the first datum, to half of its digits, by which whoever records calls tells them apart.
+
+    Roundings of products depend on how many processes share out the data.
+    """
+    return rows[:1].to(torch.float32 if rows.dtype == torch.float64 else torch.bfloat16)
+
+
 class WhiteNoise(ABC):
     """Standard normal noise that belongs to data: a datum has the same numbers in every batch."""
 
@@ -56,7 +64,7 @@ class GGN(Operator):
     Attributes:
         features: `Φ`.
         likelihood: of the curvature `B`.
-        outputs: `f`, of the data of `features.part`.
+        outputs: `f`.
         targets: for likelihoods whose curvature depends on them, for instance on labels that are ignored.
     """
 
@@ -70,15 +78,15 @@ class GGN(Operator):
         return (first_of(self.outputs), self.likelihood.noise_precisions())
 
     def _targets(self, batch: Tensor) -> Tensor | None:
-        return None if self.targets is None else self.features.pick(self.targets, batch)
+        return None if self.targets is None else self.targets[batch]
 
     def outputs_of(self, batch: Tensor) -> Float[Tensor, "n C"]:
-        """`f` of some data, as by `Features.pick`."""
-        return self.features.pick(self.outputs, batch)
+        """`f` of some data."""
+        return self.outputs[batch]
 
     def is_at(self, outputs: Tensor) -> bool:
         """Whether the curvature is taken at some outputs."""
-        return self.outputs is outputs or self.features.same(self.outputs, outputs)
+        return self.outputs is outputs or torch.equal(self.outputs, outputs)
 
     @property
     def like(self) -> Features:
@@ -140,12 +148,11 @@ class GGN(Operator):
             along = signs / math.sqrt(_SIGNS)
         found = [reduced(torch.zeros(0, num_outputs))]
         together = max(1, _SIGN_NUMBERS // (len(along) * num_outputs))
-        with self.features.processes.local_only():  # no product is made
-            for chunk in torch.arange(self.features.part.start, self.features.part.stop).split(together):
-                f = self.outputs_of(chunk)
-                roots = self.likelihood.root_transpose(f, along.to(f).expand(-1, *f.shape), self._targets(chunk))
-                found.append(reduced(roots.square().sum(0)).cpu())
-        return self.features.whole(torch.cat(found))
+        for chunk in torch.arange(self.num_data).split(together):
+            f = self.outputs_of(chunk)
+            roots = self.likelihood.root_transpose(f, along.to(f).expand(-1, *f.shape), self._targets(chunk))
+            found.append(reduced(roots.square().sum(0)).cpu())
+        return torch.cat(found)
 
     @recorded
     def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:

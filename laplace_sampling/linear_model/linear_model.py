@@ -1,5 +1,6 @@
 """The linear model of a network on its training data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.ggn import GGN, first_of
 from laplace_sampling.solvers.placement import chosen
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["LinearModel"]
 
@@ -25,7 +27,7 @@ class LinearModel:
         features: `Φ`.
         offset: `o`, `[N, C]`: `f(w̄, x) − φ(x) w̄` ("affine") or zero ("homogeneous").
         network_outputs: `f(w̄, x_i)`, `[N, C]`.
-        targets: `y`. Of several processes each has the rows of these three for `features.part` of the data.
+        targets: `y`.
         likelihood: likelihood of the targets given the outputs.
     """
 
@@ -37,20 +39,12 @@ class LinearModel:
     likelihood: Likelihood
 
     def outputs(self, theta: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
-        """`h(θ_k, x_i)` for all data of `features.part`."""
+        """`h(θ_k, x_i)` for all data."""
         return self.offset + self.features.outputs(theta)
-
-    def targets_of(self, batch: Tensor) -> Tensor:
-        """`y` of some data, as by `Features.pick`."""
-        return self.features.pick(self.targets, batch)
-
-    def network_outputs_of(self, batch: Tensor) -> Float[Tensor, "n C"]:
-        """`f(w̄, x_i)` of some data."""
-        return self.features.pick(self.network_outputs, batch)
 
     def total_loss(self, outputs: Float[Tensor, "N C"]) -> float:
         """`Σ_i ℓ(y_i, h_i)` at some outputs."""
-        return float(self.features.total("loss", outputs, lambda: self.losses(outputs).double().sum()))
+        return float(_total("loss", first_of(outputs), lambda: self.losses(outputs).double().sum().cpu()))
 
     def residuals(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
         """`y_i − h_i` of a regression in float64, zero where there is no target."""
@@ -59,15 +53,15 @@ class LinearModel:
 
     def squared_errors(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, " C"]:
         """`Σ_i (y_i − h_i)²` of each output of a regression, in float64."""
-        return self.features.total("squared errors", outputs, lambda: self.residuals(outputs).square().sum(0))
+        return _total("squares", first_of(outputs), lambda: self.residuals(outputs).square().sum(0).cpu())
 
     def observed(self, targets: Tensor | None = None) -> Bool[Tensor, "n C"]:
-        """Which outputs have a target, by default of the data of `features.part`."""
+        """Which outputs have a target, by default of all data."""
         return self.likelihood.observed(self.targets if targets is None else targets, self.features.num_outputs)
 
     def num_targets(self) -> Float[Tensor, " C"]:
         """How many data have a target at each output."""
-        return self.features.total("targets", self.targets, lambda: self.observed().double().sum(0))
+        return self.observed().double().sum(0).cpu()
 
     @property
     def num_observations(self) -> int:
@@ -77,11 +71,11 @@ class LinearModel:
     @property
     def num_data(self) -> int:
         """How many data have a target."""
-        return int(self.features.total("data", self.targets, lambda: self.observed().any(1).double().sum()))
+        return int(self.observed().any(1).sum())
 
     def with_targets(self, some: Tensor) -> Tensor:
         """The indices of those data that have a target at any output."""
-        return chosen(some, self.observed(self.targets_of(some)).any(1))
+        return chosen(some, self.observed(self.targets[some]).any(1))
 
     def losses(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
         """`ℓ(y_i, h_i)`, a few data at a time, for a loss makes numbers of the size of the outputs."""
@@ -91,12 +85,9 @@ class LinearModel:
         parts = zip(outputs.split(rows), self.targets.split(rows), strict=True)
         return torch.cat([self.likelihood.loss(h, y) for h, y in parts])
 
-    def whole(self) -> "LinearModel":
-        """Returns the model with the rows of all data in each process, for dense algebra in observation space."""
-        if not self.features.in_parts:
-            return self
-        rows = {name: self.features.whole(getattr(self, name)) for name in ("offset", "network_outputs", "targets")}
-        return replace(self, features=self.features.with_all_rows(), **rows)
+    def with_all_inputs(self) -> "LinearModel":
+        """Returns the model with the inputs of all data in each process, for dense algebra in observation space."""
+        return replace(self, features=self.features.with_all_inputs())
 
     def with_likelihood(self, likelihood: Likelihood) -> "LinearModel":
         return replace(self, likelihood=likelihood)
@@ -104,3 +95,9 @@ class LinearModel:
     def ggn(self, outputs: Float[Tensor, "N C"]) -> GGN:
         """The GGN with curvature taken at the given outputs."""
         return GGN(self.features, self.likelihood, outputs, self.targets)
+
+
+@recorded
+def _total(what: str, first: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """A sum over data, which other quantities follow from to the last bit."""
+    return compute()

@@ -40,14 +40,14 @@ class ModeObjective(Objective):
         self.precision = prior.spread()
 
     def _outputs(self, theta: Tensor, batch: Tensor) -> Tensor:
-        return self.model.features.pick(self.model.offset, batch) + self.model.features.jvp(theta, batch)
+        return self.model.offset[batch] + self.model.features.jvp(theta, batch)
 
     @recorded
     def value(self, theta: Tensor) -> float:
         fit = torch.zeros((), dtype=torch.float64, device=theta.device)
         with self.model.features.summing(fit):
             for batch in self.model.features.own_chunks():
-                losses = self.model.likelihood.loss(self._outputs(theta, batch), self.model.targets_of(batch))
+                losses = self.model.likelihood.loss(self._outputs(theta, batch), self.model.targets[batch])
                 fit += losses.double().sum()
         return float(fit) + 0.5 * float((self.precision * theta.double() ** 2).sum())
 
@@ -62,7 +62,7 @@ class ModeObjective(Objective):
         total = torch.zeros_like(theta)
         with self.model.features.summing(total):
             for chunk in self.model.features.own_chunks(batch):
-                slope = self.model.likelihood.gradient(self._outputs(theta, chunk), self.model.targets_of(chunk))
+                slope = self.model.likelihood.gradient(self._outputs(theta, chunk), self.model.targets[chunk])
                 total += self.model.features.vjp(slope, chunk)
         # The loss of a mini-batch stands for that of all data, so that its gradient is unbiased.
         weight = 1.0 if batch is None else self.num_data / len(batch)

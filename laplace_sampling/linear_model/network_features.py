@@ -30,7 +30,6 @@ class NetworkFeatures(Features):
         self.network, self.data, self.layout = network, data, layout
         self.num_data, self.num_outputs = data.num_data, layout.size
         self.size, self.batch_size = network.num_parameters, data.batch_size
-        self._all_rows = False
 
     @property
     def device(self) -> torch.device:
@@ -61,17 +60,9 @@ class NetworkFeatures(Features):
         part = self.data.part
         return (batch >= part.start) & (batch < part.stop)
 
-    @property
-    def in_parts(self) -> bool:
-        return self.processes.size > 1 and not self._all_rows
-
-    @property
-    def part(self) -> range:
-        return self.data.part if self.in_parts else range(self.num_data)
-
-    def with_all_rows(self) -> "NetworkFeatures":
+    def with_all_inputs(self) -> "NetworkFeatures":
         other = copy.copy(self)
-        other._all_rows, other.data = True, self.data.whole()
+        other.data = self.data.whole()
         return other
 
     def in_float64(self) -> Features:

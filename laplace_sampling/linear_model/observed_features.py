@@ -46,7 +46,7 @@ def observe(model: LinearModel, T: Observation, targets: Tensor) -> LinearModel:
     Args:
         model: linear model of the outputs; its targets are not used.
         T: see `as_measurement`; `[m, C]`, applied to the (flattened) outputs of each datum.
-        targets: `y`, `[N, m]`, of the data of `features.part`.
+        targets: `y`, `[N, m]`.
 
     Raises:
         ValueError: if `T` does not fit the outputs, or `targets` do not fit the measurements.
@@ -58,7 +58,7 @@ def observe(model: LinearModel, T: Observation, targets: Tensor) -> LinearModel:
         raise ValueError(
             f"`observe=T` has {columns} columns, but the model gives {features.num_outputs} outputs a datum."
         )
-    shape = (len(features.part), rows)
+    shape = (features.num_data, rows)
     if targets.numel() != shape[0] * shape[1] or len(targets) != shape[0]:
         raise ValueError(
             f"The targets must be measurements of shape {list(shape)}, but have shape {list(targets.shape)}."

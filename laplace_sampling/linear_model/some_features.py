@@ -29,15 +29,6 @@ class SomeFeatures(DerivedFeatures):
     def own(self, batch: Tensor) -> Tensor | slice:
         return self.features.own(self.some[batch])
 
-    # They are few: each process has the rows of all of them.
-    @property
-    def in_parts(self) -> bool:
-        return False
-
-    @property
-    def part(self) -> range:
-        return range(self.num_data)
-
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         return self.features.jvp(v, self.some[batch])
 

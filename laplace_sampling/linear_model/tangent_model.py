@@ -32,7 +32,7 @@ class TangentModel:
         data: training data.
         kind: `"affine"` or `"homogeneous"`.
         layout: layout of the outputs of a datum.
-        weights: `R^{-1/2}` of given noise variances, `[N, C]`, of the data of `model.features.part`.
+        weights: `R^{-1/2}` of given noise variances, `[N, C]`.
         in_order: whether the features can read the data in one order only, so that there are no mini-batches.
     """
 
@@ -47,18 +47,9 @@ class TangentModel:
     @property
     def log_scale(self) -> float:
         """`½ Σ log R` over the targets: what the loss of the targets has on top of the loss of the model."""
-        weights = self.weights
-        if weights is None:
+        if self.weights is None:
             return 0.0
-
-        def own() -> Tensor:
-            return weights.log().where(self.model.observed(), 0).sum()
-
-        return -float(self.model.features.total("log weights", weights, own))
-
-    def weights_of(self, some: Tensor) -> Float[Tensor, "n C"] | None:
-        """`R^{-1/2}` of some data, as by `Features.pick`."""
-        return None if self.weights is None else self.model.features.pick(self.weights, some)
+        return -float(self.weights.log().where(self.model.observed(), 0).sum())
 
     def with_offset(self) -> LinearModel:
         """The model with the offset of its kind, in the precision of the network."""
@@ -87,7 +78,7 @@ class TangentModel:
         model, features = self.model, self.model.features.in_float64()
         rows, size = features.num_data * features.num_outputs, features.size
         if not is_accumulated(rows, size):
-            model, features = model.whole(), DenseFeatures.of(features)
+            features = DenseFeatures.of(features)
         if rows >= size:
             features = features.holding_curvature(HeldCurvatures())
         dense = replace(model, features=features, network_outputs=model.network_outputs.double())

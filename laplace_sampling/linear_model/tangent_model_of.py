@@ -13,10 +13,9 @@ from laplace_sampling.data.batches import Layout, batched, place
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError, check_some_given
+from laplace_sampling.likelihoods.likelihood import Likelihood, check_some_given
 from laplace_sampling.likelihoods.measurement import Observation
 from laplace_sampling.likelihoods.weighted import check_weights, weighted
-from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.observed_features import observe
@@ -85,7 +84,7 @@ def tangent_model_of(
     row_weights = None
     if noise_variances is not None:
         shape = data.num_data, model.network_outputs.shape[1]
-        row_weights = noise_weights(noise_variances, shape, _rows(features)).to(network.device)
+        row_weights = noise_weights(noise_variances, shape).to(network.device)
         model = weigh(model, row_weights)
     return TangentModel(
         model,
@@ -98,13 +97,8 @@ def tangent_model_of(
     )
 
 
-def _rows(features: Features) -> slice:
-    """Where the data of this process are."""
-    return slice(features.part.start, features.part.stop)
-
-
 def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatures, Float[Tensor, "N C"]]:
-    """The features, and the outputs of the network of the data of this process, after checks of both."""
+    """The features, and the outputs of the network, after checks of both."""
     first_batch = torch.arange(min(data.batch_size, data.num_data))
     own = torch.arange(data.part.start, data.part.stop)
     if data.processes.size > 1 and network.shell.shards is not None:
@@ -120,7 +114,7 @@ def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatur
     features = NetworkFeatures(*network.shortened(data, kept), layout)
     features.network.known_layers = None  # the network may use its weights in another way than at an earlier fit
     check_consistency(network, _inputs(network, data, first_batch))
-    return features, outputs.reshape(len(features.part), layout.size)
+    return features, outputs.reshape(data.num_data, layout.size)
 
 
 def _with_targets(
@@ -132,62 +126,27 @@ def _with_targets(
     weights: Tensor | None,
 ) -> LinearModel:
     """The linear model, still without an offset, after checks of targets and likelihood."""
-    targets = _placed(data.targets, outputs.device)
+    targets = _placed(data.all_targets(), outputs.device)
     model = LinearModel(features, zeros_as(outputs), outputs, targets, likelihood)
-    if weights is not None:
-        weights = weights[_rows(features)]
-    checked: list[LinearModel] = []
-
-    def reasons_here() -> list[str] | None:
-        """Why the data of this process say nothing of the weights; `None` if it has no data."""
-        found, reasons = _checked(model, features, observation, weights)
-        checked.append(found)
-        return reasons if len(outputs) else None
-
-    # Of several processes each checks its own data, and raises if one of them does.
-    everywhere = data.processes.gathered(reasons_here)
-    for reason in next(reasons for reasons in everywhere if reasons is not None):
-        if all(reasons is None or reason in reasons for reasons in everywhere):
-            raise NothingToLearnError(reason)
-    return checked[0]
-
-
-def _checked(
-    model: LinearModel, features: NetworkFeatures, observation: Observation | None, weights: Tensor | None
-) -> tuple[LinearModel, list[str]]:
-    """The model with likelihood and targets as solvers take them, and why these say nothing of the weights."""
-    reasons: list[str] = []
     # Targets of measurements fit `T f`, not `f`: they are checked against the measured outputs.
     if observation is not None:
         model = observe(model, observation, model.targets)
         targets = model.targets
         model.likelihood.check_targets(model.network_outputs.shape, targets)
-        try:
-            check_some_given(model.likelihood, targets)
-        except NothingToLearnError as error:
-            reasons.append(str(error))
+        check_some_given(model.likelihood, targets)
     else:
-        # Labels of one of several processes may all be ignored ones, which is no error.
-        if features.in_parts:
-            likelihood, targets = model.likelihood.prepare(features.layout, model.targets, reasons)
-        else:
-            likelihood, targets = model.likelihood.prepare(features.layout, model.targets)
+        likelihood, targets = model.likelihood.prepare(features.layout, model.targets)
         if weights is not None:
             likelihood, targets = weighted(likelihood, targets, weights)
         model = replace(model, targets=targets, likelihood=likelihood)
-    if not len(targets):
-        return model, reasons
     if not bool(model.losses(model.network_outputs).isfinite().all()):
         largest = float(model.network_outputs.abs().max())
         raise ValueError(
             f"The loss of the model on the data is not finite; check targets and noise precision, and the weights of "
             f"the model, whose largest output is {largest:.3g}."
         )
-    try:
-        model.likelihood.check_curvature(model.network_outputs, model.targets)
-    except NothingToLearnError as error:
-        reasons.append(str(error))
-    return model, reasons
+    model.likelihood.check_curvature(model.network_outputs, model.targets)
+    return model
 
 
 def _with_missing(model: LinearModel) -> LinearModel:
@@ -206,8 +165,7 @@ def _with_missing(model: LinearModel) -> LinearModel:
             "give one for all outputs, `Gaussian(b)`, or `Gaussian(..., learn=False)`."
         )
     observed = model.observed()
-    partly = model.features.total("partly", model.targets, lambda: (observed != observed[:, :1]).any(1).double().sum())
-    return model.with_likelihood(replace(likelihood, partly=bool(partly > 0)))
+    return model.with_likelihood(replace(likelihood, partly=bool((observed != observed[:, :1]).any())))
 
 
 def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:
@@ -232,13 +190,13 @@ def _inputs(network: Linearisation, data: TrainingData, batch: Tensor) -> Any:
 
 def _outputs(
     network: Linearisation, data: TrainingData, batches: list[Tensor], first: Tensor | None
-) -> tuple[Float[Tensor, "N *C"], Layout]:
-    """The outputs on the data of this process, and their layout, the largest of all batches.
+) -> tuple[Float[Tensor, "N C"], Layout]:
+    """The outputs, and their layout, the largest of all batches.
 
     Args:
         network: linearised network.
         data: training data.
-        batches: of this process, whose outputs these are.
+        batches: of this process.
         first: outputs of the first of them: another run shows a random forward, such as dropout that stays on.
     """
     outputs, found = [], []
@@ -265,6 +223,5 @@ def _outputs(
     layout, dtype = reduce(Layout.union, [layout for layout, _ in found_by_all]), found_by_all[0][1]
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]
-    nothing = torch.zeros(0, layout.size, dtype=dtype, device=network.device)
-    flat = torch.cat(widened) if widened else nothing
-    return flat.reshape(len(flat), *layout.shape), layout
+    own = torch.cat([torch.zeros(0, layout.size, dtype=dtype, device=network.device), *widened])
+    return data.processes.all_rows(own, data.num_data, data.part), layout

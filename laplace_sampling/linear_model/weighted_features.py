@@ -26,7 +26,7 @@ class WeightedFeatures(DerivedFeatures):
 
     Args:
         features: `Φ`.
-        weights: `R^{-1/2}`, `[N, C]`, of the data of `features.part`.
+        weights: `R^{-1/2}`, `[N, C]`.
     """
 
     def __init__(self, features: Features, weights: Float[Tensor, "N C"]) -> None:
@@ -49,20 +49,16 @@ class WeightedFeatures(DerivedFeatures):
     def rows(self, batch: Tensor) -> Tensor:
         return self.features.rows(batch) * self._weights_of(batch)[..., None]
 
-    def with_all_rows(self) -> Features:
-        return WeightedFeatures(self.features.with_all_rows(), self.features.whole(self.weights))
-
     def _weights_of(self, batch: Tensor) -> Float[Tensor, "n C"]:
-        return self.features.pick(self.weights, batch)
+        return self.weights[batch]
 
 
-def noise_weights(noise_variances: Tensor, shape: tuple[int, int], rows: slice = slice(None)) -> Float[Tensor, "n C"]:
+def noise_weights(noise_variances: Tensor, shape: tuple[int, int]) -> Float[Tensor, "N C"]:
     """`R^{-1/2}` of noise variances that are given for each datum, `[N]`, or each of its outputs, `[N, ...]`.
 
     Args:
         noise_variances: `R`, in the units of the targets squared, up to the common factor `1/b`.
         shape: `(N, C)`.
-        rows: of which data they are asked for.
 
     Raises:
         ValueError: if they are of another shape, or not positive and finite.
@@ -75,7 +71,7 @@ def noise_weights(noise_variances: Tensor, shape: tuple[int, int], rows: slice =
         )
     if not bool((variances > 0).all()) or not bool(variances.isfinite().all()):
         raise ValueError("`noise_variances` must be positive and finite.")
-    return flattened(variances)[rows].expand(-1, shape[1]).rsqrt()
+    return flattened(variances).expand(-1, shape[1]).rsqrt()
 
 
 def weigh(model: LinearModel, weights: Float[Tensor, "N C"]) -> LinearModel:

@@ -101,7 +101,7 @@ class Exact(SolverMethod):
         Covariances in observation space are differences of nearly equal numbers, so that rows that are computed again
         must hardly differ, as they do in float64.
         """
-        model = problem.tangent.in_float64().whole()
+        model = problem.tangent.in_float64().with_all_inputs()
         if not holds_rows(problem.features, problem.memory_of(self.max_memory)):
             return model
         return replace(model, features=DenseFeatures.of(model.features))
@@ -235,10 +235,10 @@ class WeightSpaceFit(SolverFit):
         return self._factor
 
     def leave_one_out(self) -> LeaveOneOut:
-        model, whole = self.model, self.model.features.whole
+        model = self.model
         covariance = DenseCovariance.of(model.features, self.prior, self._factor).blocks()
-        mode_outputs, outputs = whole(self.mode.outputs).double(), whole(self.ggn.outputs).double()
-        return leave_one_out(model.likelihood, whole(model.targets), mode_outputs, outputs, covariance)
+        mode_outputs, outputs = self.mode.outputs.double(), self.ggn.outputs.double()
+        return leave_one_out(model.likelihood, model.targets, mode_outputs, outputs, covariance)
 
     def traces(self, decades: float) -> Traces:
         return Traces.of_eigenvalues(_eigenvalues(self.task.whitened_ggn()), self.alpha)

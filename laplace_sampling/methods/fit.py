@@ -82,9 +82,7 @@ class Task:
         """Returns the task with products in float64; `None` if they are already, or if the network allows none."""
         if self.precise is None or self.model.features.dtype == torch.float64:
             return None
-        model = self.precise().with_likelihood(self.model.likelihood)
-        if not self.model.features.in_parts:  # in observation space, as this task is
-            model = model.whole()
+        model = self.precise().with_all_inputs().with_likelihood(self.model.likelihood)
         if model.features.dtype != torch.float64:
             return None
         return replace(

@@ -88,9 +88,9 @@ class HeadFit(FactoredFit):
         if self.approximate:
             return super().leave_one_out()
         covariance = self.covariance_at(self.model.features).blocks()
-        model, whole = self.model, self.model.features.whole
-        mode_outputs, outputs = whole(self.mode.outputs).double(), whole(self.ggn.outputs).double()
-        return leave_one_out(model.likelihood, whole(model.targets), mode_outputs, outputs, covariance)
+        model = self.model
+        mode_outputs, outputs = self.mode.outputs.double(), self.ggn.outputs.double()
+        return leave_one_out(model.likelihood, model.targets, mode_outputs, outputs, covariance)
 
     def known_leave_one_out(self) -> LeaveOneOut | None:
         return None if self.approximate else self.leave_one_out()

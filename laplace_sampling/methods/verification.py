@@ -104,7 +104,7 @@ def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> D
         ),
         Check(
             "‖φw̄ − f‖ / ‖f‖",
-            float(features.norm(distance) / features.norm(outputs)),
+            float(distance.double().norm() / outputs.double().norm()),
             # The affine model agrees with the network at its weights by definition.
             (0, _FAR_OFFSET if linear_model == "homogeneous" else math.inf),
             "The homogeneous linear model is far from the network, so that α, and the curvature where it is taken at "

@@ -74,13 +74,13 @@ class LeftOutLabels(LossBound):
     @recorded
     def _errors(self, model: LinearModel, prior: GaussianPrior, some: Tensor, seed: int) -> float:
         """The part of left-out data that is predicted wrongly, without the network's own errors and standard errors."""
-        labels = _labels(model.likelihood, model.targets_of(some), model.features.num_outputs)
+        labels = _labels(model.likelihood, model.targets[some], model.features.num_outputs)
         kernel = _kernel(model.features, prior, some, seed)
         left_out = _left_out(kernel, labels, self.ridge * float(kernel.diagonal().mean()))
         # A soft label counts as labels of several classes.
         wrong, own = (
             1 - float(labels.gather(1, found.argmax(1)[:, None]).mean())
-            for found in (left_out, _scores(model.likelihood, model.network_outputs_of(some)))
+            for found in (left_out, _scores(model.likelihood, model.network_outputs[some]))
         )
         chance = math.sqrt(wrong * (1 - wrong) / len(some))
         # Half an error is always granted: fewer are not seen.
@@ -97,8 +97,8 @@ def has_left_out_labels(likelihood: Likelihood, num_data: int, num_outputs: int)
 
 
 def _share_used(model: LinearModel, warranted: float, z: Float[Tensor, "K n C"], some: Tensor) -> float:
-    likelihood, y = model.likelihood, model.targets_of(some)
-    lost, _ = cost_of_error_bars(likelihood, y, model.network_outputs_of(some).double(), z)
+    likelihood, y = model.likelihood, model.targets[some]
+    lost, _ = cost_of_error_bars(likelihood, y, model.network_outputs[some].double(), z)
     return lost / (float(likelihood.weights(y).sum()) * warranted)
 
 

@@ -93,7 +93,7 @@ class SelfConsistency(LossBound):
         return partial(self._share_used, model)
 
     def _share_used(self, model: LinearModel, z: Tensor, some: Tensor) -> float:
-        likelihood, y, f = model.likelihood, model.targets_of(some), model.network_outputs_of(some).double()
+        likelihood, y, f = model.likelihood, model.targets[some], model.network_outputs[some].double()
         rise = (likelihood.loss(f + z, y) + likelihood.loss(f - z, y)) / 2 - likelihood.loss(f, y)
         rise, quadratic = rise.mean(), 0.5 * (z * likelihood.curvature(f, z, y)).sum(-1).mean()
         # Rounding decides a ratio of two rises that are nearly zero, in nats.

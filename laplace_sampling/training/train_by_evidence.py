@@ -1,41 +1,121 @@
 r"""Training by the evidence: weight decay and noise follow the weights that are trained with them.
 
 Algorithm 1 of Immer, Bauer, Fortuin, Rätsch and Khan (ICML 2021), with MacKay's updates in place of gradient steps.
+With the curvature `M̂` of the training loss at the network's outputs, `γ_g = Tr_g((M̂ + A)⁻¹M̂)` is the number of
+directions that the data determine among the weights of a group,
+
+    α_g ← γ_g / ‖w̄_g‖²,        b ← (N·C − Σ_g γ_g) / Σ‖y − f(w̄, x)‖²,
+
+where the evidence of the network itself has its maximum, were `γ` what it is now (MacKay 1992). The norms and residuals
+are those of the network, not of the mode of its linear model, which is another predictor (`docs/decisions.md`).
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from laplace_sampling.data.batches import arguments, num_rows, place, read
 from laplace_sampling.data.sources import unpacking
-from laplace_sampling.data.training_data import Unpack
+from laplace_sampling.data.training_data import Data
+from laplace_sampling.evidence.curves import MarginalLikelihood, Traces
+from laplace_sampling.evidence.em import noise_update
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.priors.prior import Prior
+from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
+from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset
-from laplace_sampling.solvers.checks import check_flag, check_whole
+from laplace_sampling.networks.solving import solver_call
+from laplace_sampling.networks.subnetwork import Subnetwork
+from laplace_sampling.predictions.covariance_path import FactoredPath
+from laplace_sampling.preparation import prepare
+from laplace_sampling.settings import Settings
+from laplace_sampling.solvers.checks import check_whole
+from laplace_sampling.solvers.preconditioners import Factored
 from laplace_sampling.solvers.progress import progress_bar
-from laplace_sampling.training.precision_update import (
-    PrecisionUpdate,
-    linearised,
-    loss_unit,
-    settings_of,
-    task_of,
-    update_at,
-    weight_decay_of,
-)
 
-_SCHEDULES = ("epoch", "batch")
+_NO_DATA = Data()
+
+
+@dataclass(frozen=True)
+class PrecisionUpdate:
+    """Precisions of prior and noise after a round of MacKay's cycle. Vectors have one entry a group of the prior.
+
+    Attributes:
+        prior: with the new precisions, for the next round, or for a `LinearisedLaplace`.
+        likelihood: with the new noise precision, likewise.
+        names: of the groups: layers, or `"all"`.
+        prior_precision: `α`, `[G]`, in units of the sum of losses over the data.
+        noise_precision: `b`, of a regression; else `None`.
+        effective_dimension: `γ`, `[G]`, at the precisions before.
+        weight_norm: `‖w̄_g‖²`, `[G]`.
+        log_marginal_likelihood: `log p(y)` at the network's weights and the new precisions, a sum over the data.
+        weight_decay: `λ` of each parameter by its name, for a loss `(mean + ½ Σ λ‖w‖²)`: `α/N`, and for a regression
+            `α/(N b)`, with half the squared error as its loss.
+        passes: Jacobian products, in units of all data and one vector.
+        seconds: wall time.
+    """
+
+    prior: Prior
+    likelihood: Likelihood
+    names: tuple[str, ...]
+    prior_precision: Float[Tensor, " G"]
+    noise_precision: float | None
+    effective_dimension: Float[Tensor, " G"]
+    weight_norm: Float[Tensor, " G"]
+    log_marginal_likelihood: MarginalLikelihood
+    weight_decay: dict[str, float]
+    passes: float
+    seconds: float
+
+
+@solver_call
+def updated_precisions(
+    model: nn.Module,
+    likelihood: str | Likelihood,
+    loader: Iterable[Any],
+    *,
+    prior: str | Prior = "layerwise",
+    parameters: Subset = None,
+    method: str | Method = "kfac",
+    seed: int = 0,
+    data: Data = _NO_DATA,
+) -> PrecisionUpdate:
+    r"""A round of MacKay's cycle at the weights that a network has now, for a training loop of one's own.
+
+    `α_g ← γ_g / ‖w̄_g‖²`, and for a regression `b ← (N·C − γ) / Σ(y − f)²`. Give the `prior` and the `likelihood` of
+    the last update to the next one, and train with its `weight_decay`; `train_by_evidence` is such a loop. The model is
+    not changed. It takes a forward pass of all data and, of Kronecker factors, gradients of some 3,000.
+
+    Args:
+        model: the network.
+        likelihood: as of `LinearisedLaplace`.
+        loader: the training data, without random augmentation.
+        prior: `"layerwise"`, `"isotropic"`, or one of these with its precisions, which are those before.
+        parameters: which weights have the prior; all trainable ones by default.
+        method: of the curvature, `"kfac"`, `"diagonal"`, or a `Factored` with settings of its own.
+        seed: of random outputs and data that stand for all.
+        data: how the batches of the loader are unpacked, and the number of data of an `IterableDataset`.
+
+    Raises:
+        TypeError, ValueError: for settings that do not go together, and for data that do not fit the model.
+    """
+    settings = _settings_of(likelihood, prior, parameters, method, seed)
+    network = _linearised(settings, model)
+    task = settings.method.prepare(prepare(settings, network, loader, data))
+    return _update_at(task, network, settings)
 
 
 @dataclass(frozen=True)
@@ -48,44 +128,14 @@ class TrainedByEvidence:
         best_epoch_: that of the largest evidence.
     """
 
-    history_: list[PrecisionUpdate] = field(default_factory=list)
-    epochs_: list[int] = field(default_factory=list)
-    best_epoch_: int = 0
+    history_: list[PrecisionUpdate]
+    epochs_: list[int]
+    best_epoch_: int
 
     @property
     def best_(self) -> PrecisionUpdate:
         """The update of largest evidence."""
         return self.history_[self.epochs_.index(self.best_epoch_)]
-
-    @property
-    def prior_precision_(self) -> Float[Tensor, " G"]:
-        """`α`, `[G]`, one a layer, in units of the sum of losses over the data."""
-        return self.best_.prior_precision
-
-    @property
-    def noise_precision_(self) -> float | None:
-        """`1/σ²`; `None` unless it is a regression with one noise precision."""
-        return self.best_.noise_precision
-
-    @property
-    def effective_dimension_(self) -> Float[Tensor, " G"]:
-        """`γ`, `[G]`: how many directions of weight space the data determine."""
-        return self.best_.effective_dimension
-
-    @property
-    def log_marginal_likelihood_(self) -> float:
-        """`log p(y)` at the weights of the network, a sum over the data."""
-        return self.best_.log_marginal_likelihood.value
-
-    @property
-    def prior_(self) -> Prior:
-        """The prior with these precisions, for a `LinearisedLaplace`."""
-        return self.best_.prior
-
-    @property
-    def likelihood_(self) -> Likelihood:
-        """The likelihood with the noise precision, likewise."""
-        return self.best_.likelihood
 
 
 def train_by_evidence(
@@ -102,10 +152,8 @@ def train_by_evidence(
     method: str | Method = "kfac",
     seed: int = 0,
     scheduler: LRScheduler | None = None,
-    schedule: str = "epoch",
     evidence_loader: Iterable[Any] | None = None,
-    unpack: Unpack | None = None,
-    num_data: int | None = None,
+    data: Data = _NO_DATA,
     progress: bool = True,
     callback: Callable[[int, PrecisionUpdate], object] | None = None,
 ) -> TrainedByEvidence:
@@ -145,11 +193,9 @@ def train_by_evidence(
             trainable ones by default. The others are trained without.
         method: of the curvature, `"kfac"`, `"diagonal"`, or a `Factored` with settings of its own.
         seed: of random outputs and data that stand for all in an update. The order of batches is that of the loader.
-        scheduler: of the step size, called as `schedule` says.
-        schedule: `"epoch"` or `"batch"`, after which `scheduler.step()` is called.
+        scheduler: of the step size; `scheduler.step()` is called after each epoch.
         evidence_loader: the same data without random augmentation, where `loader` has some.
-        unpack: for batches that are no pairs, `batch -> (inputs, targets)`.
-        num_data: of an `IterableDataset`.
+        data: how the batches of the loader are unpacked, and the number of data of an `IterableDataset`.
         progress: show a progress bar.
         callback: called with the epoch and the `PrecisionUpdate` after each update.
 
@@ -167,136 +213,206 @@ def train_by_evidence(
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1))
         >>> optimiser = torch.optim.Adam(model.parameters(), lr=0.03)
         >>> result = train_by_evidence(model, "regression", [(x, y)], optimiser, epochs=300, every=20, progress=False)
-        >>> round(result.noise_precision_ ** -0.5, 1)
+        >>> round(result.best_.noise_precision ** -0.5, 1)
         0.1
     """
-    _check_training(epochs, burn_in, every, schedule, scheduler, progress, callback)
+    for name, value in (("epochs", epochs), ("burn_in", burn_in or 1), ("every", every)):
+        check_whole(f"`train_by_evidence({name}=...)`", value, 1)
     burn_in = min(every, epochs) if burn_in is None else burn_in
-    settings = settings_of(likelihood, prior, parameters, method, seed)
-    network = linearised(settings, model)
+    if not 0 < burn_in <= epochs:
+        raise ValueError(
+            f"`train_by_evidence(burn_in={burn_in})` must be from 1 to `epochs={epochs}`, for something to be trained "
+            "with precisions of the evidence."
+        )
+    settings = _settings_of(likelihood, prior, parameters, method, seed)
+    network = _linearised(settings, model)
     _check_optimiser(optimiser, network)
-    fixed = loader if evidence_loader is None else evidence_loader
-    data: dict[str, Any] = {"unpack": unpack, "num_data": num_data}
-    task = task_of(settings, network, fixed, **data)  # all that may be wrong is found before anything is trained
-    decay = weight_decay_of(task.prior, task.model.likelihood, network, task.model.features.num_data)
-    fixed_parts = [part for part in model.modules() if model.training and not part.training]
-    run = _Run(model, network, optimiser, scheduler, schedule, unpacking(unpack), fixed_parts)
-    best, history, at = _Checkpoint(model), list[PrecisionUpdate](), list[int]()
-    with best.restored():
+    data.check("train_by_evidence", "unpack", "num_data")
+    fixed_loader = loader if evidence_loader is None else evidence_loader
+    # All that may be wrong is found before anything is trained.
+    task = settings.method.prepare(prepare(settings, network, fixed_loader, data))
+    decay = _weight_decay_of(task.prior, task.model.likelihood, network, task.model.features.num_data)
+    modes = [(part, part.training) for part in model.modules()]
+    fixed = [part for part, is_training in modes if model.training and not is_training]
+    history, at, best, kept = list[PrecisionUpdate](), list[int](), -torch.inf, None
+    best_epoch, unpacked = 0, unpacking(data.unpack)
+    try:
         for epoch in progress_bar("training by the evidence" if progress else None, range(1, epochs + 1)):
-            run.epoch(loader, settings.likelihood, decay)
+            model.train()
+            for part in fixed:
+                part.training = False
+            for batch in loader:
+                x, y = (place(part, network.device, network.dtype) for part in unpacked(batch))
+                _step(model, network, optimiser, x, y, settings.likelihood, decay)
+            if scheduler is not None:
+                scheduler.step()
             if epoch != epochs and (epoch < burn_in or (epoch - burn_in) % every):
                 continue
             network = network.renewed()
-            update = update_at(task_of(settings, network, fixed, **data), network, settings)
+            update = _update_at(
+                settings.method.prepare(prepare(settings, network, fixed_loader, data)), network, settings
+            )
             settings, decay = replace(settings, prior=update.prior, likelihood=update.likelihood), update.weight_decay
             history.append(update)
             at.append(epoch)
-            best.offer(epoch, update.log_marginal_likelihood.value)
+            if kept is None or update.log_marginal_likelihood.value > best:
+                best, best_epoch = update.log_marginal_likelihood.value, epoch
+                kept = copy.deepcopy(model.state_dict())
             if callback is not None:
                 callback(epoch, update)
-    return TrainedByEvidence(history, at, best.epoch)
+    finally:
+        if kept is not None:
+            model.load_state_dict(kept)
+        for part, is_training in modes:
+            part.training = is_training
+    return TrainedByEvidence(history, at, best_epoch)
 
 
-@dataclass(eq=False)
-class _Run:
-    """Epochs of training; `fixed` parts are in evaluation mode."""
-
-    model: nn.Module
-    network: Linearisation
-    optimiser: Optimizer
-    scheduler: LRScheduler | None
-    schedule: str
-    unpack: Unpack
-    fixed: list[nn.Module]
-
-    def epoch(self, loader: Iterable[Any], likelihood: Likelihood, decay: dict[str, float]) -> None:
-        """One pass over the loader."""
-        self.model.train()
-        for part in self.fixed:
-            part.training = False
-        total, num = 0.0, 0
-        for batch in loader:
-            x, y = self.unpack(batch)
-            x, y = (place(part, self.network.device, self.network.dtype) for part in (x, y))
-            total += num_rows(x) * self._step(x, y, likelihood, decay)
-            num += num_rows(x)
-            if self.schedule == "batch" and self.scheduler is not None:
-                self.scheduler.step()
-        if self.schedule == "epoch" and self.scheduler is not None:
-            if isinstance(self.scheduler, ReduceLROnPlateau):
-                self.scheduler.step(total / max(num, 1))
-            else:
-                self.scheduler.step()
-
-    def _step(self, x: Any, y: Any, likelihood: Likelihood, decay: dict[str, float]) -> float:
-        """A step of the optimiser, which may ask for the loss and its gradient more than once; the loss."""
-        weights, (args, kwargs) = dict(self.network.source.named_parameters()), arguments(x)
-
-        def closure() -> Any:
-            self.optimiser.zero_grad()
-            output, layout = read(self.model(*args, **kwargs), num_rows(x))
-            of_outputs, targets = likelihood.prepare(layout, y, [])  # a batch may have no targets
-            loss = of_outputs.loss(output.reshape(len(output), -1), targets).mean() / loss_unit(likelihood)
-            penalty = sum(value * weights[name].square().sum() for name, value in decay.items())
-            loss = loss + 0.5 * penalty
-            loss.backward()
-            return loss.detach()
-
-        return float(self.optimiser.step(closure))
-
-
-@dataclass(eq=False)
-class _Checkpoint:
-    """The weights and buffers of the largest evidence."""
-
-    model: nn.Module
-    value: float = -torch.inf
-    epoch: int = 0
-    state: dict[str, Any] | None = None
-
-    def offer(self, epoch: int, value: float) -> None:
-        """Keeps what the model has now if the evidence is larger than before."""
-        if value > self.value or self.state is None:
-            self.epoch, self.value, self.state = epoch, value, copy.deepcopy(self.model.state_dict())
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """At its end the model has the state that was kept, and its modes of before."""
-        modes = [(part, part.training) for part in self.model.modules()]
-        try:
-            yield
-        finally:
-            if self.state is not None:
-                self.model.load_state_dict(self.state)
-            for part, mode in modes:
-                part.training = mode
-
-
-def _check_training(
-    epochs: Any, burn_in: Any, every: Any, schedule: Any, scheduler: Any, progress: Any, callback: Any
+def _step(
+    model: nn.Module,
+    network: Linearisation,
+    optimiser: Optimizer,
+    x: Any,
+    y: Any,
+    likelihood: Likelihood,
+    decay: dict[str, float],
 ) -> None:
-    for name, value in (("epochs", epochs), ("burn_in", burn_in), ("every", every)):
-        if value is not None or name != "burn_in":
-            check_whole(f"`train_by_evidence({name}=...)`", value, 1)
-    if burn_in is not None and burn_in > epochs:
+    """A step of the optimiser, which may ask for the loss and its gradient more than once."""
+    weights, (args, kwargs) = dict(network.source.named_parameters()), arguments(x)
+
+    def closure() -> Any:
+        optimiser.zero_grad()
+        output, layout = read(model(*args, **kwargs), num_rows(x))
+        of_outputs, targets = likelihood.prepare(layout, y, [])  # a batch may have no targets
+        loss = of_outputs.loss(output.reshape(len(output), -1), targets).mean() / _loss_unit(likelihood)
+        loss = loss + 0.5 * sum(value * weights[name].square().sum() for name, value in decay.items())
+        loss.backward()
+        return loss.detach()
+
+    optimiser.step(closure)
+
+
+def _settings_of(likelihood: Any, prior: Any, parameters: Subset, method: Any, seed: int) -> Settings:
+    """The settings of a training by the evidence, checked."""
+    # The mode of the linear model is not needed, and so no offset.
+    settings = Settings.of(
+        likelihood,
+        prior=prior,
+        parameters=parameters,
+        method=method,
+        num_samples=2,  # none are drawn, but `Settings` asks for two
+        seed=seed,
+        linear_model="homogeneous",
+    )
+    if settings.method.name not in ("kfac", "diagonal"):
         raise ValueError(
-            f"`train_by_evidence(burn_in={burn_in})` is more than `epochs={epochs}`, so that nothing would be trained "
-            "with precisions of the evidence: lower it."
+            f'Training by the evidence takes curvature in closed form, method="kfac" or "diagonal" or a `Factored` of '
+            f"these kinds, but the method is {settings.method.name!r}."
         )
-    if schedule not in _SCHEDULES:
-        raise ValueError(f"`schedule={schedule!r}` is not known; use one of {list(_SCHEDULES)}.")
-    if scheduler is not None and not isinstance(scheduler, LRScheduler):
-        raise TypeError(f"`scheduler` must be one of `torch.optim.lr_scheduler`, but is {scheduler!r:.80}.")
-    check_flag("`progress`", progress)
-    if callback is not None and not callable(callback):
-        raise TypeError(f"`callback` must be a function of an epoch and a `PrecisionUpdate`, but is {callback!r:.80}.")
+    if not isinstance(settings.prior, IsotropicPrior | LayerwisePrior):
+        raise ValueError(
+            "Training by the evidence takes a prior whose variances do not depend on the curvature, which moves with "
+            f'the weights: "layerwise" or "isotropic", but the prior is a {type(settings.prior).__name__}.'
+        )
+    if settings.observation is not None:
+        raise ValueError(
+            "Training by the evidence is of the outputs of the network: put the operator of `Gaussian(observe=...)` "
+            "into the model."
+        )
+    noise = settings.likelihood.noise_precisions()
+    if settings.likelihood.learns_noise and noise is not None and noise.dim():
+        raise ValueError(
+            f"Training by the evidence learns one noise precision for all outputs, but `Gaussian` has {len(noise)}: "
+            "give one number, or `learn=False`."
+        )
+    return settings
 
 
-def _check_optimiser(optimiser: Any, network: Linearisation) -> None:
+def _linearised(settings: Settings, model: nn.Module) -> Linearisation:
+    """The network with whole random weights."""
+    network = settings.linearise(model)
+    if isinstance(network, Subnetwork):
+        raise ValueError(
+            "Training by the evidence takes whole parameters: give their names as `parameters=`, not masks."
+        )
+    return network
+
+
+def _weight_decay_of(
+    prior: GaussianPrior, likelihood: Likelihood, network: Linearisation, num_data: int
+) -> dict[str, float]:
+    """`λ = α/(N b)` of each random parameter, `b = 1` but for a regression."""
+    unit = num_data * _loss_unit(likelihood)
+    first = [int(part[0]) for part in prior.groups.split(network.shell.sizes)]
+    alphas = prior.precision.tolist()
+    return {name: alphas[group] / unit for name, group in zip(network.names, first, strict=True)}
+
+
+def _loss_unit(likelihood: Likelihood) -> float:
+    """By what the loss is divided: the noise precision of a regression, which step sizes must not grow with."""
+    noise = likelihood.noise_precisions()
+    return 1.0 if noise is None else float(noise.mean())
+
+
+def _update_at(task: Task, network: Linearisation, settings: Settings) -> PrecisionUpdate:
+    """The update at the weights of a task."""
+    started = time.perf_counter()
+    path, prior = settings.method.covariance_path(task), task.prior
+    assert isinstance(path, FactoredPath)
+    curvature = path.curvature
+    assert isinstance(curvature, Factored)
+    gamma = prior.grouped(curvature.leverage(prior.spread())).cpu()
+    norm = prior.grouped(task.trained_weights.double()[None] ** 2)[0].cpu()
+    new_prior = prior.with_precision(prior.mackay_precision(gamma, norm, PRECISION_BOUNDS))
+    likelihood = _with_noise(task, gamma)
+    new_task = replace(task, prior=new_prior, model=task.model.with_likelihood(likelihood))
+    noise = likelihood.noise_precisions()
+    learnt = likelihood is not task.model.likelihood
+    return PrecisionUpdate(
+        prior=_recipe(settings.prior, new_prior),
+        likelihood=likelihood if learnt else settings.likelihood,
+        names=prior.names,
+        prior_precision=new_prior.precision,
+        noise_precision=None if noise is None or noise.dim() else float(noise),
+        effective_dimension=gamma,
+        weight_norm=norm,
+        log_marginal_likelihood=_evidence(new_task, curvature, _loss_unit(task.model.likelihood), norm),
+        weight_decay=_weight_decay_of(new_prior, likelihood, network, task.model.features.num_data),
+        passes=curvature.passes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _with_noise(task: Task, gamma: Float[Tensor, " G"]) -> Likelihood:
+    """The likelihood with the noise precision that the residuals of the network ask for, if it is learnt."""
+    likelihood = task.model.likelihood
+    if not (isinstance(likelihood, Gaussian) and likelihood.learn):
+        return likelihood
+    # One precision for all outputs takes no samples.
+    found = noise_update(task.model, gamma)
+    return likelihood.with_precision(clamped(float(found), NOISE_BOUNDS))
+
+
+def _recipe(prior: Prior, built: GaussianPrior) -> Prior:
+    """The prior that a user would give for these precisions."""
+    if isinstance(prior, LayerwisePrior):
+        return replace(prior, layers=dict(zip(built.names, built.precision.tolist(), strict=True)))
+    return replace(prior, precision=float(built.precision))
+
+
+def _evidence(task: Task, curvature: Factored, noise_before: float, norm: Float[Tensor, " G"]) -> MarginalLikelihood:
+    """The evidence at the network's weights, with the precisions of a task; the curvature is that of another noise."""
+    alpha, model = overall_precision(task.prior), task.model
+    # `M̂` of a regression is proportional to its noise precision.
+    ratio = _loss_unit(model.likelihood) / noise_before
+    even = (ratio * alpha / task.prior.spread()).sqrt()
+    loss, energy = model.total_loss(model.network_outputs.double()), float((task.prior.precision * norm).sum())
+    traces = Traces.of_eigenvalues(curvature.congruent(even).eigenvalues(), alpha)
+    return MarginalLikelihood.of(traces, alpha, loss, energy, "network")
+
+
+def _check_optimiser(optimiser: Optimizer, network: Linearisation) -> None:
     """Raise if the optimiser would not train the network by the loss with the decay of the evidence alone."""
-    if not isinstance(optimiser, Optimizer):
-        raise TypeError(f"`optimiser` must be one of `torch.optim`, but is {optimiser!r:.80}.")
     if decays := sorted({group["weight_decay"] for group in optimiser.param_groups if group.get("weight_decay")}):
         raise ValueError(
             f"The optimiser has weight_decay={', '.join(f'{decay:g}' for decay in decays)} (AdamW has one by default), "

@@ -18,15 +18,17 @@ from laplace_sampling import (
     SVRG,
     CalibrationWarning,
     ConvergenceWarning,
+    Data,
+    Evidence,
     Gaussian,
     LinearisedLaplace,
     Stochastic,
     from_loss,
     preparation,
 )
+from laplace_sampling.checkpoint import Results
 from laplace_sampling.linear_model import sampling
 from laplace_sampling.methods.solver_method import SolverMethod
-from laplace_sampling.results import Results
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind.__module__}.{kind.__name__}")
@@ -206,7 +208,7 @@ def test_fit_at_given_precisions(path: Path, kills: Any) -> None:
 def test_validation_data_and_warm_starts(path: Path, kills: Any) -> None:
     held_out = data(70)[-1:]
     expected = fitted("krylov", val_loader=held_out)
-    expected.fit_hyperparameters(data(), progress=False, warm_start=True, criterion="evidence", max_steps=3)
+    expected.fit_hyperparameters(data(), progress=False, warm_start=True, criterion=Evidence(max_steps=3))
     la = fitted("krylov", val_loader=held_out)
     again = {"warm_start": True, "criterion": "evidence", "max_steps": 3, "checkpoint": path, "progress": False}
     kills(4)
@@ -302,7 +304,7 @@ def test_other_calls_versions_and_noise_are_refused(path: Path, kills: Any, monk
     with pytest.raises(ValueError, match='"fit_hyperparameters"'):
         laplace("regression").fit_hyperparameters(loader, progress=False, checkpoint=path)
     with pytest.raises(ValueError, match="`noise_variances`"):
-        laplace("regression").fit(loader, progress=False, checkpoint=path, noise_variances=torch.ones(60))
+        laplace("regression").fit(loader, progress=False, checkpoint=path, data=Data(noise_variances=torch.ones(60)))
     with pytest.raises(ValueError, match="`likelihood`"):
         laplace(Gaussian(7.0), model=network(1)).fit(loader, progress=False, checkpoint=path)
     with monkeypatch.context() as patch:
@@ -388,7 +390,7 @@ def test_a_database_of_something_else_is_refused(path: Path) -> None:
 
 
 def test_another_format_is_refused(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laplace_sampling.results._FORMAT", 7)
+    monkeypatch.setattr("laplace_sampling.checkpoint._FORMAT", 7)
     killed("krylov", path, kills, 3)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="format 7"):
@@ -464,7 +466,9 @@ def test_the_file_is_gone_where_a_warning_is_an_error(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         with pytest.raises(ConvergenceWarning, match="max_steps"):
-            la.fit_hyperparameters(data(likelihood="regression"), progress=False, max_steps=1, checkpoint=path)
+            la.fit_hyperparameters(
+                data(likelihood="regression"), progress=False, criterion=Evidence(max_steps=1), checkpoint=path
+            )
     assert not path.exists()
     assert len(la.samples_) == 4
 

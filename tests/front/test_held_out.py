@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from laplace_sampling import (
     CalibrationWarning,
     ConvergenceWarning,
+    Data,
+    Evidence,
     IsotropicPrior,
     LinearisedLaplace,
     NotFittedError,
@@ -135,7 +137,7 @@ def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_p
             la = LinearisedLaplace.load(tmp_path / "la.pt", model)
         assert la.calibrate(loader) is la
         assert la.scale_ != known.scale_
-        la.calibrate([(*valid[0], 0)], unpack=lambda batch: batch[:2])
+        la.calibrate([(*valid[0], 0)], data=Data(unpack=lambda batch: batch[:2]))
         assert (la.scale_, la.temperature_) == pytest.approx((known.scale_, known.temperature_))
         assert_close(la.noise_precision_, known.noise_precision_)
         assert_close(la.predict(case.x).variance, known.predict(case.x).variance)
@@ -200,7 +202,7 @@ def test_held_out_data_in_half_precision_and_as_a_stream(monkeypatch: pytest.Mon
     stream = DataLoader(Stream(x, y), 20)
     # nothing is kept of the stream, so that it is read in its order: the first so many
     monkeypatch.setattr(held_out.TrainingData, "in_order", True)
-    assert la.calibrate(stream, num_data=60).scale_ == first
+    assert la.calibrate(stream, data=Data(num_data=60)).scale_ == first
     with pytest.raises(ValueError, match="num_data"):
         la.calibrate(stream)
 
@@ -217,7 +219,7 @@ def test_messages_of_calibrating() -> None:
     with pytest.raises(ValueError, match="targets"):
         la.calibrate([(case.x, case.y * math.nan)])
     assert_close(la.predict(case.x).variance, found, rtol=0, atol=0)
-    la.fit(case.batches, noise_variances=torch.ones(len(case.y)), progress=False)
+    la.fit(case.batches, data=Data(noise_variances=torch.ones(len(case.y))), progress=False)
     with pytest.raises(ValueError, match="noise_variances"):
         la.calibrate(case.batches)
     loaded = LinearisedLaplace(case.model, "regression")
@@ -239,7 +241,9 @@ def test_messages() -> None:
             LinearisedLaplace(case.model, "regression").fit_hyperparameters(case.batches, scale=scale)
     la = LinearisedLaplace(case.model, "regression")
     with pytest.raises(ValueError, match="noise_variances"):
-        la.fit_hyperparameters(case.batches, val_loader=case.batches, noise_variances=torch.ones(len(case.y)))
+        la.fit_hyperparameters(
+            case.batches, val_loader=case.batches, data=Data(noise_variances=torch.ones(len(case.y)))
+        )
     with pytest.raises(ValueError, match="targets"):
         la.fit_hyperparameters(case.batches, val_loader=[(case.x, case.y * math.nan)], progress=False)
     line, x = nn.Linear(1, 1).double(), torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
@@ -298,7 +302,7 @@ def test_a_noise_of_nothing_ends_at_its_bound() -> None:
     exact, bounds = [(x, model(x).detach())], (1e-3, 1e6)
     la = LinearisedLaplace(model, "regression", method="exact")
     with pytest.warns(ConvergenceWarning, match="noise_bounds"):
-        la.fit_hyperparameters(exact, exact, noise_bounds=bounds, progress=False)
+        la.fit_hyperparameters(exact, exact, criterion=Evidence(noise_bounds=bounds), progress=False)
     assert float(la.noise_precision_) == pytest.approx(1e6)
 
 
@@ -430,7 +434,7 @@ def test_log_likelihoods_of_an_exact_regression_are_of_targets_left_out(unequal:
     case = trained()
     noise = torch.linspace(0.5, 2, len(case.y), dtype=torch.float64) if unequal else None
     la = laplace_of(case.model, "regression", method="exact", prior="isotropic", num_samples=4)
-    la.fit_hyperparameters(case.batches, noise_variances=noise, progress=False)
+    la.fit_hyperparameters(case.batches, data=Data(noise_variances=noise), progress=False)
     left_out, found = la.leave_one_out(), la.calibration_
     assert found.log_likelihood == pytest.approx(float(left_out.log_prob.sum()))
     variance = (1 if noise is None else noise[:, None]) / la.noise_precision_ * torch.ones_like(left_out.mean)

@@ -10,7 +10,7 @@ from exported import BATCH, fitted
 from flat_settings import loader
 from torch import Tensor
 
-from laplace_sampling import Gaussian, LinearisedLaplace, save_onnx
+from laplace_sampling import Data, Gaussian, LinearisedLaplace, save_onnx
 
 # Of these the first axis is that of the samples.
 SAMPLED = ("samples", "deviations")
@@ -95,7 +95,7 @@ def test_with_what_calibration_and_noise_add() -> None:
     la.fit(loader(case), progress=False, scale=2.0)
     la.calibrate_conformal(loader(case))
     assert_predicts_nothing(la.predict(case.x[:0]), la.predict(case.x), case.y)
-    la.fit(loader(case), noise_variances=torch.ones(8), progress=False)
+    la.fit(loader(case), data=Data(noise_variances=torch.ones(8)), progress=False)
     none, some = [la.predict(x, noise_variances=torch.ones(len(x))) for x in (case.x[:0], case.x)]
     assert_predicts_nothing(none, some, case.y)
 

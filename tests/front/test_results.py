@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from laplace_sampling.checkpoint import Results
 from laplace_sampling.data.digest import digest
 from laplace_sampling.data.processes import ALONE
-from laplace_sampling.results import Results
 from laplace_sampling.solvers.recorded import recorded, recording, stop_recording, unrecorded
 
 

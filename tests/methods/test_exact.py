@@ -14,7 +14,7 @@ from problems import CLOSE, SAMPLES, trained
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import ConvergenceWarning, Gaussian, IsotropicPrior, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Evidence, Gaussian, IsotropicPrior, LinearisedLaplace
 
 REGRESSIONS = ["regression", "regression_per_output", "regression_flat", "image_regression"]
 
@@ -232,7 +232,7 @@ def test_bounds_are_kept_in_observation_space() -> None:
     case = trained()
     la = LinearisedLaplace(case.model, "regression", method="exact", prior="isotropic", num_samples=4)
     with pytest.warns(ConvergenceWarning, match="noise_bounds") as record:
-        la.fit_hyperparameters(case.batches, noise_bounds=(0.1, 2.0), progress=False)
+        la.fit_hyperparameters(case.batches, criterion=Evidence(noise_bounds=(0.1, 2.0)), progress=False)
     assert len([warning for warning in record if warning.category is ConvergenceWarning]) == 1
     assert float(la.noise_precision_) == 2.0
     assert "for noise." in la.diagnose()["precisions at a bound"].sentence

@@ -12,7 +12,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from laplace_sampling import SGD, Categorical, Gaussian, LinearisedLaplace
+from laplace_sampling import SGD, Categorical, Data, Gaussian, LinearisedLaplace
 from laplace_sampling import predict as module_of_predict
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks import last_layer as module_of_last_layer
@@ -275,7 +275,7 @@ def test_a_stream_whose_features_are_kept_has_mini_batches(monkeypatch: pytest.M
     found = []
     for loader, num_data in ((DataLoader(Stream(), 6), 20), (DataLoader(TensorDataset(x, y), 6), None)):
         la = laplace_of(model, "classification", parameters="last_layer", **settings)
-        found.append(la.fit(loader, num_data=num_data, progress=False).samples_)
+        found.append(la.fit(loader, data=Data(num_data=num_data), progress=False).samples_)
     assert_close(*found)
 
 

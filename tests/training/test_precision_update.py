@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import (
+    Data,
     Factored,
     Gaussian,
     GPrior,
@@ -23,7 +24,7 @@ from laplace_sampling import (
 )
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
-from laplace_sampling.training.precision_update import PrecisionUpdate, updated_precisions
+from laplace_sampling.training.train_by_evidence import PrecisionUpdate, updated_precisions
 
 NUM = 30
 Data = tuple[Tensor, Tensor]
@@ -224,7 +225,9 @@ def test_an_update_takes_a_pass_of_all_data_and_a_fixed_number_of_gradients() ->
 def test_batches_of_other_forms() -> None:
     (x, y), model = data("classification"), network()
     pairs = updated_precisions(model, "classification", [(x, y)])
-    named = updated_precisions(model, "classification", [{"a": x, "b": y}], unpack=lambda d: (d["a"], d["b"]))
+    named = updated_precisions(
+        model, "classification", [{"a": x, "b": y}], data=Data(unpack=lambda d: (d["a"], d["b"]))
+    )
     assert named.prior_precision.tolist() == pairs.prior_precision.tolist()
 
     class Stream(torch.utils.data.IterableDataset):
@@ -232,7 +235,7 @@ def test_batches_of_other_forms() -> None:
             return iter(zip(x, y, strict=True))
 
     stream = DataLoader(Stream(), batch_size=10)
-    streamed = updated_precisions(model, "classification", stream, num_data=NUM)
+    streamed = updated_precisions(model, "classification", stream, data=Data(num_data=NUM))
     assert_close(streamed.prior_precision, pairs.prior_precision, rtol=1e-6, atol=0)
 
 
@@ -244,21 +247,9 @@ def test_batches_of_other_forms() -> None:
         ({"prior": "g-prior"}, ValueError, "GPrior"),
         ({"prior": GPrior(2.0)}, ValueError, "GPrior"),
         ({"likelihood": "regresion"}, ValueError, r"regresion"),
-        (
-            {"likelihood": Gaussian(torch.tensor([1.0, 2.0]))},
-            ValueError,
-            "learn=False",
-        ),
-        (
-            {"likelihood": Gaussian(observe=torch.eye(2))},
-            ValueError,
-            "observe",
-        ),
-        (
-            {"parameters": {"0.weight": torch.ones(5, 2, dtype=torch.bool)}},
-            ValueError,
-            "masks",
-        ),
+        ({"likelihood": Gaussian(torch.tensor([1.0, 2.0]))}, ValueError, "learn=False"),
+        ({"likelihood": Gaussian(observe=torch.eye(2))}, ValueError, "observe"),
+        ({"parameters": {"0.weight": torch.ones(5, 2, dtype=torch.bool)}}, ValueError, "masks"),
         ({"seed": -1}, ValueError, "seed"),
         ({"prior": LayerwisePrior(layers={"7": 1.0})}, ValueError, "'7'"),
         ({"unpack": 3}, TypeError, "unpack"),
