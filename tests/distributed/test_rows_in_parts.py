@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_processes import run_on_ranks
+from flat_settings import fit_arguments
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -61,7 +62,7 @@ def results(
         options["process_group"] = dist.group.WORLD
     la = LinearisedLaplace(model, likelihood, num_samples=6, **options)
     loader = [(inputs(), y)] if isinstance(y, dict) else DataLoader(TensorDataset(inputs(), y), batch_size=3)
-    settings = {"budget": None, "max_steps": 2, "tolerance": 1e-11} | (fit or {})
+    settings = fit_arguments(**({"budget": None, "max_steps": 2, "tolerance": 1e-11} | (fit or {})))
     la.fit_hyperparameters(loader, progress=False, **settings)
     found = {"precision": la.prior_precision_, "samples": la.samples_, "mode": la.mode_}
     found["evidence"] = torch.tensor(float(la.log_marginal_likelihood()))

@@ -25,7 +25,7 @@ from laplace_sampling import (
     IsotropicPrior,
     LinearisedLaplace,
     NotFittedError,
-    criterion,
+    Validation,
     from_loss,
     held_out,
     on_training_data,
@@ -236,9 +236,6 @@ def test_messages_of_calibrating() -> None:
 
 def test_messages() -> None:
     case = make_case("regression")
-    for scale in (0, -1.0, math.inf, "mode"):
-        with pytest.raises(ValueError, match="`scale`"):
-            LinearisedLaplace(case.model, "regression").fit_hyperparameters(case.batches, scale=scale)
     la = LinearisedLaplace(case.model, "regression")
     with pytest.raises(ValueError, match="noise_variances"):
         la.fit_hyperparameters(
@@ -302,7 +299,7 @@ def test_a_noise_of_nothing_ends_at_its_bound() -> None:
     exact, bounds = [(x, model(x).detach())], (1e-3, 1e6)
     la = LinearisedLaplace(model, "regression", method="exact")
     with pytest.warns(ConvergenceWarning, match="noise_bounds"):
-        la.fit_hyperparameters(exact, exact, criterion=Evidence(noise_bounds=bounds), progress=False)
+        la.fit_hyperparameters(exact, exact, criterion=Validation(noise_bounds=bounds), progress=False)
     assert float(la.noise_precision_) == pytest.approx(1e6)
 
 
@@ -353,7 +350,7 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     model, train, _ = overfitted()
     la = LinearisedLaplace(model, "classification", prior="isotropic")
     with pytest.warns(CalibrationWarning, match=r"-1\.1\b"):
-        la.fit_hyperparameters([train], criterion="evidence", scale=1e4, progress=False)
+        la.fit_hyperparameters([train], criterion=Evidence(precision_bounds=(1e-9, 1e-7)), progress=False)
     line = nn.Linear(1, 1).double()
     nn.init.ones_(line.weight)
     nn.init.zeros_(line.bias)
@@ -361,14 +358,16 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     noisy = x + 0.1 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
     la = LinearisedLaplace(line, "regression", prior="isotropic")
     with pytest.warns(CalibrationWarning, match="inputs"):
-        la.fit_hyperparameters([(x, noisy)], scale=1e6, progress=False)
+        la.fit_hyperparameters([(x, noisy)], criterion=Evidence(precision_bounds=(1e-13, 1e-12)), progress=False)
     one = nn.Linear(2, 1).double()
     nn.init.constant_(one.weight, 5.0)
     binary = LinearisedLaplace(one, "binary", prior="isotropic")
     points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = (points.sum(1, keepdim=True) > 0).double()
     with pytest.warns(CalibrationWarning, match="val_loader"):
-        binary.fit_hyperparameters([(points, labels)], criterion="evidence", scale=1e9, progress=False)
+        binary.fit_hyperparameters(
+            [(points, labels)], criterion=Evidence(precision_bounds=(1e-13, 1e-12)), progress=False
+        )
 
 
 def test_the_log_likelihood_without_inputs_is_that_of_frequencies() -> None:
@@ -387,8 +386,7 @@ def test_validation_data_that_are_looked_at_are_few_and_of_all_of_them(monkeypat
     monkeypatch.setattr(on_training_data, "_NUMBERS", 4 * 3 * 100)  # of 600 data every sixth
     settings = {"prior": "isotropic", "method": "exact", "num_samples": 4}
     few = laplace_of(model, "classification", **settings)
-    monkeypatch.setattr(criterion, "_MOST", 100)
-    for rule in ("evidence", "validation"):
+    for rule in ("evidence", Validation(most_data=100)):
         few = laplace_of(model, "classification", **settings)
         few.fit_hyperparameters([train], val_loader=[(x, y)], criterion=rule, progress=False)
         same = laplace_of(model, "classification", **settings)
@@ -478,24 +476,6 @@ def test_several_noise_precisions_are_those_of_the_evidence_and_held_out_data_ca
     assert_close(la.predict(x_new).covariance(), before.predict(x_new).covariance())
     with pytest.raises(ValueError, match="noise precision"):
         rule.fit_hyperparameters(loader, val_loader, criterion="validation", progress=False)
-
-
-@pytest.mark.parametrize("method", ["exact", "krylov", "kfac"])
-def test_a_scale_that_is_given_goes_with_a_rule_for_the_prior_precision(method: str, tmp_path: Path) -> None:
-    """The rule chooses the prior precision as without it, and samples and mode do not change."""
-    case = make_case("classification_many_data")
-    la, plain = (laplace_of(case.model, "classification", method=method, num_samples=8) for _ in range(2))
-    plain.fit_hyperparameters(case.batches, criterion="self_consistency", progress=False)
-    la.fit_hyperparameters(case.batches, criterion="self_consistency", scale=4.0, progress=False)
-    assert la._fitted.fit.tuned.criterion == plain._fitted.fit.tuned.criterion == "self_consistency"
-    assert (la.scale_, la.temperature_, plain.scale_) == (4.0, 1.0, 1.0)
-    assert la.calibration_ == Calibration(scale=4.0)
-    assert_close(la.prior_precision_, plain.prior_precision_, rtol=0, atol=0)
-    assert_close(la.samples_, plain.samples_, rtol=0, atol=0)
-    assert_close(la.predict(case.x).deviations, 2 * plain.predict(case.x).deviations)
-    assert_close(la.predict(case.x).covariance(), 4 * plain.predict(case.x).covariance())
-    la.save(tmp_path / "la.pt")
-    assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).scale_ == 4.0
 
 
 def test_validation_data_choose_the_prior_precision_in_place_of_the_scale() -> None:

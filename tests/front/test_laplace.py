@@ -219,8 +219,8 @@ def test_progress_bars_and_callback(capfd: pytest.CaptureFixture, monkeypatch: p
     case, steps = make_case("classification_many_data"), []
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     la = laplace_of(case.model, "classification", method="sgd", solver=QUICK)
-    settings = {"criterion": "evidence", "tolerance": 10.0, "num_samples": 2}
-    la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2), callback=steps.append, **settings)
+    criterion = Evidence(max_steps=2, num_samples=2)
+    la.fit_hyperparameters(loader(case), criterion=criterion, callback=steps.append, tolerance=10.0)
     assert [s.step for s in steps] == [1]
     shown = capfd.readouterr().err
     for label in ("EM", "step 1: mode", "step 1: samples", "64 samples"):

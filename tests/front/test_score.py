@@ -389,7 +389,7 @@ def test_scores_of_other_targets_are_not_compared(kind: str) -> None:
         return la.fit([(x, y)], progress=False, **settings)
 
     first, order = fitted(x, y), torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    again = fitted(x, y, noise_variances=torch.linspace(0.5, 2, len(y)).double())
+    again = fitted(x, y, data=Data(noise_variances=torch.linspace(0.5, 2, len(y)).double()))
     assert set(compare({"a": first, "b": again}, kind).names) == {"a", "b"}
     assert set(compare({"a": first, "b": fitted(x.float().double(), y.float().double())}, kind).names) == {"a", "b"}
     with pytest.raises(ValueError, match="'c'"):

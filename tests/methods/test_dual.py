@@ -140,7 +140,11 @@ def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> No
     solver = {"rank": 0, "max_iterations": 1}
     la = laplace_of(case.model, case.likelihood, method="dual", solver=solver, prior_precision=1e-3)
     with pytest.warns(ConvergenceWarning, match="tolerance") as record:
-        getattr(la, call)(case.batches, progress=False, **({"max_steps": 2} if call == "fit_hyperparameters" else {}))
+        getattr(la, call)(
+            case.batches,
+            progress=False,
+            **({"criterion": Evidence(max_steps=2)} if call == "fit_hyperparameters" else {}),
+        )
     (warning,) = (found for found in record if issubclass(found.category, ConvergenceWarning))
     assert warning.filename == __file__
     assert "`Dual(rank=..., max_iterations=...)`" in str(warning.message)

@@ -238,9 +238,9 @@ def test_bounds_are_kept_in_observation_space() -> None:
     assert "for noise." in la.diagnose()["precisions at a bound"].sentence
     run = partial(la.fit_hyperparameters, case.batches, progress=False)
     with pytest.raises(ValueError, match="noise_bounds"):
-        run(noise_bounds=(2.0, 1.0))
+        run(criterion=Evidence(noise_bounds=(2.0, 1.0)))
     with pytest.warns(ConvergenceWarning, match="precision_bounds"):
-        run(precision_bounds=(500.0, 1000.0))
+        run(criterion=Evidence(precision_bounds=(500.0, 1000.0)))
     assert float(la.prior_precision_) in (500.0, 1000.0)
 
 

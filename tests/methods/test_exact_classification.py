@@ -27,8 +27,7 @@ NAMES = ["classification", "conv_batch_norm", "layer_norm", "attention", "binary
 def tune(case: Case, **settings) -> LinearisedLaplace:
     tolerance = settings.pop("tolerance", 1e-9)
     la = laplace_of(case.model, case.likelihood, **{"method": "exact", "num_samples": 4, **settings})
-    settings = {"criterion": "evidence", "tolerance": tolerance, "max_steps": 200}
-    return la.fit_hyperparameters(case.batches, progress=False, **settings)
+    return la.fit_hyperparameters(case.batches, progress=False, criterion=Evidence(max_steps=200), tolerance=tolerance)
 
 
 def learnable(name: str) -> Case:

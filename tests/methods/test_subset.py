@@ -176,7 +176,7 @@ def test_factors_in_place_of_a_part_are_those_at_the_noise_that_is_found(monkeyp
     chosen(monkeypatch, 4)
     model, x, y = regression()
     la = LinearisedLaplace(model, "regression", prior="isotropic", num_samples=4)
-    la.fit_hyperparameters([(x, y)], progress=False, scale=1.0)
+    la.fit_hyperparameters([(x, y)], progress=False)
     assert "hardly more than the directions" in str(la)
     prior = IsotropicPrior(precision=float(la.prior_precision_))
     noise = Gaussian(float(la.noise_precision_))

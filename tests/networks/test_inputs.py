@@ -45,9 +45,10 @@ def network(seed: int = 0) -> Inputs:
 
 
 def fit(data: Any, likelihood: str = "classification", **settings: Any) -> LinearisedLaplace:
-    options = {name: settings.pop(name) for name in ("unpack", "num_data", "weights") if name in settings}
+    options = {name: settings.pop(name) for name in ("unpack", "num_data") if name in settings}
+    given = settings.pop("data", Data(**options))
     la = laplace_of(network(), likelihood, prior="isotropic", num_samples=4, **settings)
-    return la.fit(data, progress=False, **options)
+    return la.fit(data, progress=False, data=given)
 
 
 class Rows(Dataset):
@@ -369,7 +370,7 @@ def test_what_differs_between_batches_must_be_a_tensor() -> None:
 
 
 def test_weights_do_not_scale_densities() -> None:
-    settings = {"method": "exact", "weights": torch.full((9,), 2.0)}
+    settings = {"method": "exact", "data": Data(weights=torch.full((9,), 2.0))}
     la = fit([(X, Y)], **settings)
     assert la.predict(X).log_prob(Y).mean() > -2
     loo = la.leave_one_out().log_prob

@@ -252,15 +252,17 @@ def test_weights_and_noise_variances_and_streams() -> None:
     model, (x, y) = randomised(BackToFront()), data()
     names, weights = ["head.weight", "head.bias"], torch.rand(20) + 0.5
     loader = DataLoader(TensorDataset(x, y), 6)
-    assert_same(model, names, loader, x, method="krylov", arguments={"weights": weights})
+    assert_same(model, names, loader, x, method="krylov", arguments={"data": Data(weights=weights)})
     loader = DataLoader(TensorDataset(x, torch.randn(20, 3).double()), 6)
-    assert_same(model, names, loader, x, "regression", method="exact", arguments={"noise_variances": weights})
+    assert_same(
+        model, names, loader, x, "regression", method="exact", arguments={"data": Data(noise_variances=weights)}
+    )
 
     class Stream(IterableDataset):
         def __iter__(self):
             return zip(x, y, strict=True)
 
-    assert_same(model, names, DataLoader(Stream(), 6), x, method="krylov", arguments={"num_data": 20})
+    assert_same(model, names, DataLoader(Stream(), 6), x, method="krylov", arguments={"data": Data(num_data=20)})
 
 
 def test_a_stream_whose_features_are_kept_has_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
