@@ -68,7 +68,8 @@ def fit_arguments(criterion: str = "auto", **flat: Any) -> dict[str, Any]:
     kind = Evidence if criterion == "auto" else CRITERIA[criterion]
     given = {field.name: flat.pop(field.name) for field in fields(Evidence) if field.name in flat}
     known = {name: value for name, value in given.items() if name in {field.name for field in fields(kind)}}
-    flat["criterion"] = kind(**known) if known else criterion
+    if known or criterion != "auto":
+        flat["criterion"] = kind(**known) if known else criterion
     return {**flat, "data": Data(**data)}
 
 

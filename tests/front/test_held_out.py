@@ -346,6 +346,7 @@ def test_validation_data_scale_error_bars_with_any_likelihood() -> None:
     assert la.predict(x[100:]).log_prob(y[100:]).mean() > before
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 def test_a_posterior_that_forgets_its_data_says_so() -> None:
     model, train, _ = overfitted()
     la = LinearisedLaplace(model, "classification", prior="isotropic")
