@@ -341,7 +341,6 @@ class LinearisedLaplace:
     def _keep(self, network: Linearisation, posterior: Posterior, fit: Fit, tangent: TangentModel) -> None:
         """Replace what was fitted before, at the very end."""
         fit.task.budget.end()
-        network.shell.expect_weights_elsewhere(False)
         self.network = network
         self._fitted = Fitted(posterior, fit.without_samples(), tangent)
 

@@ -1,7 +1,8 @@
-"""`PosteriorModule`: predictions with error bars as a module that holds all they need."""
+"""`PosteriorModule`: predictions with error bars as a module that holds all they need; `save_onnx` writes its file."""
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch.export import Dim
 
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.export.head_program import HeadProgram, copied, head_root
-from laplace_sampling.export.program import FormulaProgram, quietly, two_rows
-from laplace_sampling.export.tangent_program import tangent_program
+from laplace_sampling.export.program import FormulaProgram, batch_sizes, quietly, tangent_program, two_rows
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
@@ -23,9 +23,6 @@ from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.make_prediction import make_prediction
 from laplace_sampling.solvers.preconditioners import Factored
-
-# Axes of outputs `[N, C]`.
-_MATRIX = 2
 
 
 class PosteriorModule(nn.Module):
@@ -98,7 +95,7 @@ class PosteriorModule(nn.Module):
             )
         head = network.head if isinstance(network, LastLayer) else None
         # Outputs of another shape are those of the layer, but changed by the network after it.
-        if isinstance(head, LinearLayer) and network.evaluate(x)[0].dim() == _MATRIX:
+        if isinstance(head, LinearLayer) and network.evaluate(x)[0].dim() == 2:
             root = None if curvature is None or prior is None else head_root(head, curvature, prior)
             name = next(name for name, part in network.module.named_modules() if part is head.module)
             program = HeadProgram(network.module, name, head, samples, root)
@@ -171,3 +168,54 @@ class _Variances(FunctionCovariance):
         raise NotImplementedError("An exported posterior has variances of its outputs, and no covariances.")
 
     joint = blocks
+
+
+# ONNX -----------------------------------------------------------------------------------------------------------------
+
+
+def save_onnx(module: PosteriorModule, path: str | Path, x: Any) -> None:
+    """Write a module as one ONNX file, for batches of any size; its outputs have the names of `module.outputs`.
+
+    Args:
+        module: from `LinearisedLaplace.to_module`.
+        path: of the file.
+        x: example inputs, as for `module(x)`.
+
+    Raises:
+        ImportError: without `onnx` and `onnxscript`, which the extra `onnx` installs.
+        TypeError: for another module.
+        torch.onnx.OnnxExporterError: for an operation that ONNX does not have.
+        OSError: if the file cannot be written.
+    """
+    if not isinstance(module, PosteriorModule):
+        raise TypeError(f"`save_onnx(module)` takes a module from `la.to_module()`, but got a {type(module).__name__}.")
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError("`save_onnx` needs `onnx` and `onnxscript`: pip install laplace_sampling[onnx].") from error
+    with quietly(), torch.no_grad():
+        program = torch.onnx.export(
+            _Outputs(module), (two_rows(x),), dynamo=True, verbose=False, dynamic_shapes=(batch_sizes(x),)
+        )
+    assert program is not None
+    graph = program.model.graph
+    # Names are one for each value: those of the outputs may be there already, as `mean` of a mean.
+    for node in graph:
+        for value in node.outputs:
+            if value.name in module.outputs:
+                value.name = f"{value.name}_inside"
+    for value, name in zip(graph.outputs, module.outputs, strict=True):
+        value.name = name
+    program.save(path, external_data=False)
+
+
+class _Outputs(nn.Module):
+    """The values of a dictionary: one asked for twice would be one output."""
+
+    def __init__(self, module: PosteriorModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(value.clone() for value in self.module(x).values())

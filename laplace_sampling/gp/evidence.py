@@ -10,8 +10,8 @@ in `O(n)` for each `(α, b)`.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -24,11 +24,11 @@ from laplace_sampling.linear_model.bounds import (
     Bounds,
     check_bounds,
     is_at_bound,
+    mackay_root,
 )
-from laplace_sampling.solvers.root import falling_root
 
 # Of `log α` and `log b` where they are roots.
-_ROOT_TOLERANCE = 1e-10
+ROOT_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
@@ -154,21 +154,21 @@ class RegressionEvidence:
         """
         bounds = HyperparameterBounds() if bounds is None else bounds
 
+        @cache
         def precision_at(b: float) -> float:
             return self._best_precision(b, bounds.precision) if learn[0] else start[0]
 
-        def excess(log_noise: float) -> float:
-            """The logarithm of `(n − γ)/s` over `b`, which changes sign once where `γ` rises with `b`."""
-            at = precision_at(math.exp(log_noise)), math.exp(log_noise)
-            free = self.num_targets - float(self.effective_dimension(*at))
-            left = self._squares(*at) if squares is None else squares
-            return math.log(max(free, 1e-300)) - math.log(max(left, 1e-300)) - log_noise
+        def free(b: float) -> float:
+            return self.num_targets - float(self.effective_dimension(precision_at(b), b))
+
+        def left(b: float) -> float:
+            return b * (self._squares(precision_at(b), b) if squares is None else squares)
 
         b = start[1]
         if learn[1]:
             # The root for the errors of a network is at or below this.
             most = float(self.rotated.square().sum()) if squares is None else squares
-            b, _ = root_within(excess, self.num_targets / max(most, 1e-300), bounds.noise)
+            b, _ = mackay_root(free, left, self.num_targets / max(most, 1e-300), bounds.noise, ROOT_TOLERANCE)
         found = precision_at(b), b
         ended = zip(("precision", "noise_precision"), found, (bounds.precision, bounds.noise), learn, strict=True)
         at_bounds = tuple(name for name, value, ends, learnt in ended if learnt and is_at_bound(value, ends))
@@ -203,12 +203,3 @@ class RegressionEvidence:
         if slopes[-1] > 0 or not candidates:
             candidates.append(bounds[1])
         return max(candidates, key=lambda alpha: float(self.log_evidence(alpha, noise_precision)))
-
-
-def root_within(excess: Callable[[float], float], start: float, bounds: Bounds) -> tuple[float, bool]:
-    """Where a falling function of a logarithm is zero, or the bound that it points to; and whether it is a bound."""
-    low, high = (math.log(bound) for bound in bounds)
-    root, inside = falling_root(excess, min(max(math.log(start), low), high), (low, high), _ROOT_TOLERANCE)
-    # A bound is given back to the last bit.
-    value = math.exp(root) if inside else bounds[root == high]
-    return value, is_at_bound(value, bounds)

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import ModeCurve, interpolated, modes_along
 from laplace_sampling.evidence.damping import DampedSteps
-from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum, RegressionEvidence, root_within
+from laplace_sampling.gp.evidence import ROOT_TOLERANCE, HyperparameterBounds, Optimum, RegressionEvidence
 from laplace_sampling.gp.gram import KernelMatrix, cross_gram, gram, gram_blocks, transposed
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import Bounds, is_at_bound
+from laplace_sampling.linear_model.bounds import Bounds, is_at_bound, mackay_root
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -37,7 +37,7 @@ from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import solve_, symmetric_eigen
-from laplace_sampling.solvers.line_search import halve_until_accepted
+from laplace_sampling.solvers.newton import halve_until_accepted
 from laplace_sampling.solvers.recorded import recorded
 
 # Rows of a matrix that a root of the curvature is applied to at once: little memory next to the matrix.
@@ -501,18 +501,17 @@ def _at_fixed_point(posterior: GramPosterior, bounds: Bounds) -> tuple[GramPoste
         last = moved._mode_by_newton(last)
         return replace(moved, known_mode=last)
 
-    def excess(log_precision: float) -> float:
-        """The logarithm of `γ/θ̄ᵀA₁θ̄` over `α`."""
-        found = at(math.exp(log_precision))
-        return math.log(max(found.effective_dimension(), 1e-300)) - math.log(
-            max(math.exp(log_precision) * found.mode.norm, 1e-300)
-        )
-
-    alpha, ended = root_within(excess, posterior.precisions[0], bounds)
+    alpha, _ = mackay_root(
+        posterior.effective_dimension,
+        lambda alpha: alpha * at(alpha).mode.norm,
+        posterior.precisions[0],
+        bounds,
+        ROOT_TOLERANCE,
+    )
     found = at(alpha)
     slope = 0.5 * (found.effective_dimension() - alpha * found.mode.norm)
-    at_bounds = ("precision",) * ended
-    return found, Optimum(alpha, 1.0, found.log_evidence, (slope, 0.0), at_bounds, not ended)
+    at_bounds = ("precision",) * is_at_bound(alpha, bounds)
+    return found, Optimum(alpha, 1.0, found.log_evidence, (slope, 0.0), at_bounds, not at_bounds)
 
 
 def _overall_noise(likelihood: Likelihood) -> float:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
+from typing import cast
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.solvers.root import falling_root
 
 Bounds = tuple[float, float]
 
@@ -48,7 +49,9 @@ def clamped(value: float, bounds: Bounds) -> float:
 def mackay_root(
     dimension: Callable[[float], float], energy: Callable[[float], float], start: float, bounds: Bounds, accuracy: float
 ) -> tuple[float, bool]:
-    """The root of `α‖θ‖² = γ(α)`, where MacKay's update leaves `α` as it is.
+    """The root of `α‖θ‖² = γ(α)`, where MacKay's update leaves `α` as it is; also that of `b·s = n − γ(b)` in `b`.
+
+    Doubled steps bracket it, Brent's method finds it.
 
     Args:
         dimension: `γ` as a function of `α`.
@@ -60,15 +63,24 @@ def mackay_root(
     Returns:
         The root, and whether it is inside the bounds; else the bound that updates lead to.
     """
+    from scipy.optimize import brentq  # slow to import
 
+    @cache  # both ends of the bracket are known when Brent's method asks for them
     def excess(log_alpha: float) -> float:
         alpha = math.exp(log_alpha)
         return math.log(max(dimension(alpha), 1e-300)) - math.log(max(energy(alpha), 1e-300))
 
     low, high = (math.log(bound) for bound in bounds)
-    root, inside = falling_root(excess, clamped(math.log(start), (low, high)), (low, high), accuracy)
-    # A bound is given back to the last bit.
-    return (math.exp(root) if inside else bounds[root == high]), inside
+    u, stride = clamped(math.log(start), (low, high)), 1.0
+    while True:
+        rising = excess(u) > 0
+        edge = high if rising else low
+        if u == edge:
+            return bounds[rising], False  # to the last bit
+        proposal = clamped(u + stride if rising else u - stride, (low, high))
+        if (excess(proposal) > 0) != rising:
+            return math.exp(cast(float, brentq(excess, u, proposal, xtol=accuracy))), True
+        u, stride = proposal, 2 * stride
 
 
 def bound_reached(value: float, bounds: Bounds) -> str | None:

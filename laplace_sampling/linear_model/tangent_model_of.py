@@ -219,7 +219,6 @@ def _outputs(
         return (reduce(Layout.union, found), outputs[0].dtype) if found else None
 
     found_by_all = [one for one in data.processes.gathered(layout_of_part) if one is not None]
-    network.shell.expect_weights_elsewhere(True)
     layout, dtype = reduce(Layout.union, [layout for layout, _ in found_by_all]), found_by_all[0][1]
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]

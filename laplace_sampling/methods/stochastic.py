@@ -121,7 +121,11 @@ class Stochastic(SolverMethod):
         assert isinstance(settings, SVRG)
         # Its tolerance is one of `ε²`, and judged by an estimate, which takes a third of `2τ`.
         error = min(2 * tolerance, 0.5)
-        return replace(settings, tolerance=error / 3, max_rank=self.rank(task.memory, task.num_samples)).hold()
+        solver = replace(settings, tolerance=error / 3, max_rank=self.rank(task.memory, task.num_samples))
+        noise = task.model.likelihood.noise_precisions()
+        # Noises of several outputs change `M` by more than a factor while they are learnt.
+        keeps = noise is None or noise.dim() == 0 or not task.model.likelihood.learns_noise
+        return solver.hold(task.scaled_ggn()) if keeps else solver
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         if isinstance(solver, SVRG):

@@ -181,8 +181,8 @@ _INDEPENDENT = (
 _MISSED = (
     "{} does not take the weights {} from where they are registered: `torch.autograd.grad` of the model has another "
     "derivative in them than Jacobian products, as where a function of autograd runs a part of the model again in its "
-    "backward pass (`torchdiffeq.odeint_adjoint`, reversible layers), or where a view of a weight was kept. Compute "
-    "all from the registered parameters (`odeint`), or choose weights after such a function with `parameters=`."
+    "backward pass (`torchdiffeq.odeint_adjoint`, reversible layers), or where a closure or a view holds a weight. "
+    "Compute all from the registered parameters (`odeint`), or choose weights after that with `parameters=`."
 )
 _OTHER_DERIVATIVE = (
     "Some operation has another derivative in one of them, as by a custom `autograd.Function` or a gradient hook."

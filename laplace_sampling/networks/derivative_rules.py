@@ -4,7 +4,7 @@ Four things are not as a Jacobian product needs them in torch:
 
 - Some layers have no forward derivative (fused attention, recurrent layers on oneDNN and cuDNN, fused weight
   normalisation, embedding bags), or two derivatives that are not the same. The functions of `elementary_layers` take
-  their places, also of `torch.cond` and its like.
+  their places.
 - Forward derivatives pass through `torch.no_grad()`, where reverse ones stop. Here both stop, else the two products
   would not be adjoint.
 - Reentrant checkpoints and the weights that a product gives to a module know nothing of each other: see
@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.networks.branches import QUESTIONS
 from laplace_sampling.networks.elementary_layers import (
-    CONTROL_FLOW,
     ELEMENTARY_LAYERS,
     BatchNormCall,
     group_norm,
@@ -124,29 +123,19 @@ class _ComposedNorms(TorchFunctionMode):
 
 
 @contextmanager
-def _folded_linear() -> Iterator[None]:
-    """`_linear` inside attention, of which a function mode sees the outermost call only."""
+def linear_inside(function: Callable[..., Tensor]) -> Iterator[None]:
+    """`function` in place of `F.linear` inside attention, of which a function mode sees the outermost call only."""
     before = F.linear
     try:
-        F.linear = _linear
+        F.linear = function
         yield
     finally:
         F.linear = before
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    with _folded_linear():
+    with linear_inside(_linear):
         return F.multi_head_attention_forward(*args, **kwargs)
-
-
-def _composed(function: Callable) -> Callable:
-    """A function that calls others of the network, in which layers are replaced as well."""
-
-    def composed(*args: Any, **kwargs: Any) -> Any:
-        with ComposedLayers():
-            return function(*args, **kwargs)
-
-    return composed
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
@@ -269,17 +258,10 @@ def _fixed_batch_norm(
 
 
 def _torch_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, *options: Any
 ) -> Tensor:
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    """The order of `aten`, whose last argument is for cuDNN."""
+    return batch_norm(input, mean, var, weight, bias, *options[:-1])
 
 
 _CONVOLUTIONS = [(F.conv1d, F.conv_transpose1d), (F.conv2d, F.conv_transpose2d), (F.conv3d, F.conv_transpose3d)]
@@ -297,7 +279,6 @@ _REPLACED: dict[Callable, Callable] = {
     torch.einsum: einsum,
     F.multi_head_attention_forward: _attention,
     **QUESTIONS,
-    **{operation: _composed(function) for operation, function in CONTROL_FLOW.items()},
     F.batch_norm: batch_norm,
     **dict.fromkeys((torch.batch_norm, torch.ops.aten.batch_norm.default), _torch_batch_norm),
 }

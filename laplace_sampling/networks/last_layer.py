@@ -7,7 +7,7 @@ follows costs as much as for a linear model.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -42,21 +42,18 @@ from laplace_sampling.solvers.placement import normal
 
 # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
 _DATA_OF_THE_RUN = 2
-# The share of free memory that the inputs of the layer may take; solvers take the rest. It is not tuned: a quarter or
-# all of it changes nothing for data that are smaller.
-_SHARE = 0.5
 
 
 # Calls of modules -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ModuleCall:
+class _Call:
     """One call of a module.
 
     Attributes:
         name: of the module.
-        inputs: in the form of `laplace_sampling.data.batches`; `None` if they have another.
+        inputs: copies, in the form of `laplace_sampling.data.batches`; `None` if they have another.
         output: what it returned.
         version: of that tensor when it was returned.
     """
@@ -66,34 +63,36 @@ class ModuleCall:
     output: Any
     version: int | None
 
-    @classmethod
-    def ended(cls, name: str, inputs: Any, output: Any) -> Self:
-        """A call that has just ended."""
-        return cls(name, inputs, output, _version(output))
-
-    def is_last(self, output: Any) -> bool:
-        """Whether a network that returns this has changed nothing of what the module returned."""
-        if self.output is output:
-            return _version(output) == self.version
+    def gives(self, output: Any, num: int) -> bool:
+        """Whether a network that returns this for `num` data has changed nothing but the shape of what was returned."""
+        unchanged = _version(self.output) == self.version
+        if self.output is output or not unchanged:
+            return unchanged
         try:
-            outputs = read(output, num_rows(self.inputs))[0]
+            own, outputs = (read(of, num)[0] for of in (self.output, output))
         except (TypeError, ValueError):
             return False
-        return _version(self.output) == self.version and returns(self, outputs)
+        same = own.numel() == outputs.numel() and torch.equal(own.reshape(-1), outputs.reshape(-1))
+        return same and (self.inputs is None or num_rows(self.inputs) == num)
 
 
-def returns(call: ModuleCall, outputs: Tensor) -> bool:
-    """Whether a call returned the outputs of the network, but for the shape of a datum."""
-    try:
-        output = read(call.output, len(outputs))[0]
-    except (TypeError, ValueError):
-        return False
-    same = output.numel() == outputs.numel() and torch.equal(output.reshape(-1), outputs.reshape(-1))
-    return same and (call.inputs is None or num_rows(call.inputs) == len(outputs))
+@contextmanager
+def _recorded(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[list[_Call]]:
+    """The calls of parts of a network inside, in the order in which they end."""
+    calls: list[_Call] = []
+
+    def record(name: str, part: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        calls.append(_Call(name, _inputs(args, kwargs), output, _version(output)))
+
+    # Hooks rather than a look at the modules' order: a network may register its layers in any order.
+    with ExitStack() as hooks:
+        for name, part in parts:
+            hooks.callback(part.register_forward_hook(partial(record, name), with_kwargs=True).remove)
+        yield calls
 
 
-def inputs_of_call(args: tuple, kwargs: dict) -> Any:
-    """In the form of `laplace_sampling.data.batches`; `None` if they have another."""
+def _inputs(args: tuple, kwargs: dict) -> Any:
+    """Copies of the arguments of a call; `None` if these are no tensors with a row for each datum."""
     if bool(args) == bool(kwargs):
         return None
     x = kwargs or (args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args)
@@ -101,7 +100,9 @@ def inputs_of_call(args: tuple, kwargs: dict) -> Any:
         num_rows(x)
     except (TypeError, ValueError):
         return None
-    return as_tensors(x)
+    tensors, rebuild = batched(as_tensors(x))
+    # A view would hold all of what it is a view of.
+    return rebuild([tensor.detach().clone() for tensor in tensors])
 
 
 def _version(output: Any) -> int | None:
@@ -227,7 +228,7 @@ class LastLayer(Linearisation):
         """Takes the layer that a saved posterior is of, if it is one; the first prediction finds its inputs."""
         if self.found:
             return
-        for name in [name for name, _ in self.module.named_modules()]:
+        for name, _ in list(self.module.named_modules()):
             weights = own_weights(self.module, name)
             if weights and names_of(self.module, weights) == names:
                 self._choose([name])
@@ -244,100 +245,75 @@ class LastLayer(Linearisation):
         if self.found:
             return
         try:
-            calls, outputs, layout = self._recorded_calls(x)
+            calls, outputs, layout = self._run_recorded(x)
         except Exception:
             # Where the layer is known, whether the network takes few data is checked with products.
             self.found = self.named
             if self.named:
                 return
             raise
-        if layout.names:
-            self.found = self.named
-            if self.named:
-                return
+        if layout.names and not self.named:
             raise ValueError(
                 f'`parameters="last_layer"` is for one layer, but the model returns the heads {layout.names}. Name '
                 'their layers, as by `parameters=["head_a.*", "head_b.*"]`.'
             )
         if not bool(outputs.isfinite().all()):
             return  # the fit raises when it computes the outputs on all data
-        if not self.named:
-            self._choose_of(calls, outputs)
-        name, reason = self._find_head(x, calls, outputs)
-        z = None
-        if name is not None:
-            z = next(call.inputs for call in calls if call.name == name)
-            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * self.shell.least(free)
-            if needed > allowed:
-                name, reason = None, f"they would take {needed:.2g} bytes, of {allowed:.2g} that they may take"
-        if name is None:
-            self._drop_head(reason)
-        else:
-            self._hold_head(name, z)
         self.found = True
+        if layout.names:
+            return
+        if not self.named:
+            self._choose([call.name for call in calls])
+            # A module around a layer that gives the outputs finishes after it.
+            ends = [
+                call.name for call in calls if has_matrix(self.module, call.name) and call.gives(outputs, len(outputs))
+            ]
+            if inner := [name for name in ends if name != self.layer and self.layer in ("", *around(name))]:
+                self._choose(inner[-1:])
+        reason = self._take_head(x, calls, outputs, num_data, free)
+        if reason:
+            self._drop_head(reason)
 
-    def _choose_of(self, calls: list[ModuleCall], outputs: Tensor) -> None:
-        """Takes the layer by the calls of a run of the network."""
-        self._choose([call.name for call in calls])
-        ends = [call.name for call in calls if has_matrix(self.module, call.name) and returns(call, outputs)]
-        if inner := [name for name in ends if name != self.layer and self.layer in ("", *around(name))]:
-            self._choose(inner[-1:])
-
-    def _recorded_calls(self, x: Any) -> tuple[list[ModuleCall], Tensor, Layout]:
-        """All calls of modules, in the order in which they end, and what the network returns."""
-        calls: list[ModuleCall] = []
-
-        def record(name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            calls.append(ModuleCall.ended(name, inputs_of_call(args, kwargs), output))
-
-        # Hooks rather than a look at the modules' order: a network may register its layers in any order.
-        with exclusive, ExitStack() as hooks:
-            for name, module in self.module.named_modules():
-                hooks.callback(module.register_forward_hook(partial(record, name), with_kwargs=True).remove)
+    def _run_recorded(self, x: Any) -> tuple[list[_Call], Tensor, Layout]:
+        """All calls of modules, and what the network returns."""
+        with exclusive, _recorded(self.module.named_modules()) as calls:
             return calls, *self.evaluate(x)
 
-    def _find_head(self, x: Any, calls: list[ModuleCall], outputs: Tensor) -> tuple[str | None, str]:
-        """The name of the module whose inputs are to be kept; or `None`, and why there is none."""
+    def _take_head(self, x: Any, calls: list[_Call], outputs: Tensor, num_data: int, free: float) -> str:
+        """Takes the innermost module whose inputs can be kept; returns why there is none."""
         reason = self._output_is_changed
         # Weights may be used outside of the module as well, as tied ones: a product by a random vector tells.
         v = normal(1, self.num_parameters, seed=0, dtype=outputs.dtype, device=outputs.device)
-        expected = super().jvp(x, v)
+        expected, tolerance = super().jvp(x, v), math.sqrt(torch.finfo(outputs.dtype).eps)
         # From the layer outwards: the innermost module that will do has the smallest forward pass.
         for name in reversed(around(self.layer)):
-            calls_of_module = [call for call in calls if call.name == name]
-            if len(calls_of_module) != 1 or not returns(calls_of_module[0], outputs):
+            of_module = [call for call in calls if call.name == name]
+            if len(of_module) != 1 or not of_module[0].gives(outputs, len(outputs)):
                 continue
-            z = calls_of_module[0].inputs
+            z = of_module[0].inputs
             if z is None:
                 reason = f"`{name}` takes inputs that are not tensors with a row for each datum"
             elif any(t.is_floating_point() and t.dtype != self.module_dtype for t in batched(z)[0]):
                 reason = f"`{name}` takes inputs that are in another precision than its weights"
-            elif difference(self._part(name, z).jvp(z, v), expected) <= math.sqrt(torch.finfo(expected.dtype).eps):
-                return name, ""
-            else:
+            elif difference((head := self._part(name, z)).jvp(z, v), expected) > tolerance:
                 reason = f"weights of `{self.layer}` are used outside of `{name}` as well"
-        return None, reason
-
-    def _find_again(self, x: Any) -> None:
-        """Finds the inputs of the layer that a saved posterior is of, if they can be kept; once."""
-        calls, outputs, layout = self._recorded_calls(x)
-        name = None if layout.names else self._find_head(x, calls, outputs)[0]
-        if name is not None:
-            self._hold_head(name, next(call.inputs for call in calls if call.name == name))
-        self._taken_over = False
+            elif (needed := num_data / num_rows(z) * num_bytes(z)) > (allowed := self.shell.least(free / 2)):
+                return f"they would take {needed:.2g} bytes, of {allowed:.2g} that they may take"
+            else:
+                self._head_name, self.head = name, head
+                if self.lacking is not None:
+                    head.take_two_pullbacks(self.lacking)
+                return ""
+        return reason
 
     def _part(self, name: str, z: Any) -> Linearisation:
         """A part of the module with the random weights in it, and inputs `z`."""
         part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
         names = names_of(part, [parameters[name] for name in self.names])
         kind = LinearLayer if LinearLayer.fits(part, names, z) else Linearisation
-        return kind(self.shell.with_names(names, name), chunk_size=self.chunk_size)
-
-    def _hold_head(self, name: str, z: Any) -> None:
-        self._head_name, self.head = name, self._part(name, z)
-        self.head.products = self.products
-        if self.lacking is not None:
-            self.head.take_two_pullbacks(self.lacking)
+        head = kind(self.shell.with_names(names, name), chunk_size=self.chunk_size)
+        head.products = self.products
+        return head
 
     def take_two_pullbacks(self, origin: str, having: str = "") -> None:
         """As `Linearisation` does."""
@@ -388,30 +364,23 @@ class LastLayer(Linearisation):
 
     @contextmanager
     def _recording(self) -> Iterator[list[Any]]:
-        """The inputs of the head in each call of the network, copied; `None` if its output is not the network's."""
-        kept, begun, calls = list[Any](), list[Any](), list[ModuleCall]()
+        """The inputs of the head in each call of the network; `None` if its output is not the network's."""
+        kept = list[Any]()
         assert self.head is not None
+        with _recorded([(self._head_name, self.head.module)]) as calls:
 
-        def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            z = inputs_of_call(args, kwargs)
-            tensors, rebuild = ([], lambda _: None) if z is None else batched(z)
-            # Tensors are copied, since a view would hold all of what it is a view of.
-            begun.append(rebuild([tensor.detach().clone() for tensor in tensors]))
+            def keep(module: nn.Module, args: tuple, output: Any) -> None:
+                # What `forward` does to the output may depend on the data, as a bound does: the few data of the run by
+                # which the layer was found do not tell.
+                z = calls[0].inputs if len(calls) == 1 else None
+                kept.append(z if z is not None and calls[0].gives(output, num_rows(z)) else None)
+                calls.clear()
 
-        def end(module: nn.Module, args: tuple, output: Any) -> None:
-            calls.append(ModuleCall.ended(self._head_name, begun.pop(), output))
-
-        def keep(module: nn.Module, args: tuple, output: Any) -> None:
-            # What `forward` does to the output may depend on the data, as a bound does: the few data of the run by
-            # which the layer was found do not tell.
-            kept.append(calls[0].inputs if len(calls) == 1 and calls[0].is_last(output) else None)
-            calls.clear()
-
-        with ExitStack() as hooks:
-            hooks.callback(self.head.module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-            hooks.callback(self.head.module.register_forward_hook(end).remove)
-            hooks.callback(self.module.register_forward_hook(keep).remove)
-            yield kept
+            hook = self.module.register_forward_hook(keep)
+            try:
+                yield kept
+            finally:
+                hook.remove()
 
     def evaluate_with_inputs(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout, Linearisation, Any]:
         """Outputs and layout by one run, and what has their Jacobian: the head, and its inputs in that run.
@@ -421,7 +390,10 @@ class LastLayer(Linearisation):
         if not num_rows(x):  # no data tell nothing of the layer
             return *self.evaluate(x), self, x
         if self._taken_over and not self.found:
-            self._find_again(take(x, slice(_DATA_OF_THE_RUN)))
+            self._taken_over, few = False, take(x, slice(_DATA_OF_THE_RUN))
+            calls, outputs, layout = self._run_recorded(few)
+            if not layout.names:
+                self._take_head(few, calls, outputs, 0, 0.0)
         if self.head is None:
             return *self.evaluate(x), self, x
         with exclusive, self._recording() as kept:

@@ -18,9 +18,8 @@ their weights at several places, as convolutions, sum over the places by one pro
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.data.batches import num_rows, rows_of
 from laplace_sampling.networks.agreement import difference
+from laplace_sampling.networks.derivative_rules import linear_inside
 from laplace_sampling.networks.elementary_layers import BatchNormCall
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import exclusive
@@ -120,8 +120,14 @@ class WeightUses(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            # A function mode sees the outermost call only.
-            with torch._C.DisableTorchFunction(), self._linear_inside():
+            plain = F.linear
+
+            def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+                output = plain(input, weight, bias)
+                self._keep(_linear(input, weight, bias), output)
+                return output
+
+            with torch._C.DisableTorchFunction(), linear_inside(linear):
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)
         if func in _OPERATIONS:
@@ -134,22 +140,6 @@ class WeightUses(TorchFunctionMode):
             names = (self._names[id(operation.weight)], *of_bias)
             # An edge, not the output: the next module may change that in place, as `ReLU(inplace=True)` does.
             self.uses.append(Use(names, get_gradient_edge(output), output.shape, operation.leading, operation.pair))
-
-    @contextmanager
-    def _linear_inside(self) -> Iterator[None]:
-        """Keeps calls of `F.linear` by functions of torch."""
-        plain = F.linear
-
-        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            output = plain(input, weight, bias)
-            self._keep(_linear(input, weight, bias), output)
-            return output
-
-        try:
-            F.linear = linear
-            yield
-        finally:
-            F.linear = plain
 
 
 # Operations -----------------------------------------------------------------------------------------------------------
@@ -310,12 +300,6 @@ class Layer:
         return torch.ones_like(a[:, :, :1]), a
 
 
-class _Traced(Protocol):
-    """A network that runs with a graph while it is watched."""
-
-    def traced(self, x: Any, watch: Callable[[dict[str, Tensor]], Any]) -> tuple[Tensor, Any]: ...
-
-
 class LayerRun:
     """Some data that have gone through the network.
 
@@ -330,7 +314,7 @@ class LayerRun:
         uses: the operations by the names of their weights.
     """
 
-    def __init__(self, network: _Traced, x: Any, num_data: int) -> None:
+    def __init__(self, network: Linearisation, x: Any, num_data: int) -> None:
         with exclusive:
             outputs, watched = network.traced(x, WeightUses)
         self.f, self.weights = outputs.reshape(num_data, -1), watched.weights

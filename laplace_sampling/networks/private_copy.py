@@ -107,7 +107,7 @@ def _own_function(function: Any, memo: dict[int, Any]) -> Any:
             value = memo.get(id(value), value)
         elif isinstance(value, MethodType):
             value = MethodType(value.__func__, memo.get(id(value.__self__), value.__self__))
-        elif isinstance(value, partial):
+        elif isinstance(value, (partial, list, tuple, dict)):
             value = _own(value, memo)
         cell.cell_contents = value
     return own

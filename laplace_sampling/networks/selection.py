@@ -66,12 +66,9 @@ def _patterns(selection: Sequence[str] | str) -> list[str]:
     patterns = [selection] if isinstance(selection, str) else selection
     if isinstance(patterns, Iterable) and all(isinstance(pattern, str) for pattern in patterns):
         return list(patterns)
-    given = type(patterns).__name__
-    if isinstance(patterns, Sequence):
-        given += f" of {', '.join(sorted({type(pattern).__name__ for pattern in patterns}))}"
     raise TypeError(
-        f"`parameters` takes names, globs, a predicate `(name, parameter) -> bool` or masks by name, but got a "
-        f"{given}; the names are those of `model.named_parameters()`."
+        f"`parameters` takes names, globs, a predicate `(name, parameter) -> bool` or masks by name, but got "
+        f"{patterns!r}; the names are those of `model.named_parameters()`."
     )
 
 
@@ -133,94 +130,55 @@ def unwrapped(module: nn.Module) -> nn.Module:
             weights are shared out over processes in another way than by `fully_shard`.
         ValueError: if a part of it has weights that cannot be differentiated, or that change when it is called.
     """
-    while True:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"`Linearisation(module)` got a {type(module).__name__} of torch.jit, which has no Jacobian products. "
-                "Pass the module that was scripted or traced."
-            )
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"`Linearisation(module)` needs a torch.nn.Module, but got {type(module).__name__}.")
+    while isinstance(module, nn.Module):
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             module = module.module
-        elif "_orig_mod" in module._modules:
+        elif "_orig_mod" in module._modules and not isinstance(module, torch.jit.ScriptModule):
             module = module._modules["_orig_mod"]  # pyright: ignore
         else:
             reshard(module)
-            _check_parts(module)
+            for name, part in module.named_modules():
+                _check_part(part, f"`{name}` of the model" if name else "The model")
             return module
-
-
-def _check_parts(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        _check_part(part, f"`{name}` of the model is" if name else "The model is")
-        _check_methods(part, f"`{name}` of the model" if name else "the model")
-        for kind, tensor in [*part._parameters.items(), *part._buffers.items()]:
-            if tensor is not None:
-                _check_tensor(tensor, kind, part, name)
+    raise TypeError(f"`Linearisation(module)` needs a torch.nn.Module, but got {type(module).__name__}.")
 
 
 def _check_part(part: nn.Module, subject: str) -> None:
+    kind = type(part).__name__
     if isinstance(part, torch.jit.ScriptModule):
+        raise TypeError(f"{subject} is a {kind} of torch.jit, which has no Jacobian products: pass its plain module.")
+    if kind == "FullyShardedDataParallel":
         raise TypeError(
-            f"{subject} a {type(part).__name__} of torch.jit, which has no Jacobian products. Put the module that was "
-            "scripted or traced in its place."
-        )
-    if type(part).__name__ == "FullyShardedDataParallel":
-        raise TypeError(
-            f"{subject} a FullyShardedDataParallel, whose flattened parameters have no Jacobian products: apply "
-            "`torch.distributed.fsdp.fully_shard` to the model instead, or pass the model with the full weights."
+            f"{subject} is a {kind}, whose flattened parameters have no Jacobian products: apply `fully_shard` to the "
+            "model instead, or pass the model with the full weights."
         )
     if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
         raise ValueError(
-            f"{subject} an `nn.{type(part).__name__}(max_norm=...)`, which changes its weights in the forward pass. "
-            "Renormalise them once, and set `max_norm` to None."
+            f"{subject} is an `nn.{kind}(max_norm=...)`, which changes its weights in the forward pass. Renormalise "
+            "them once, and set `max_norm` to None."
         )
+    for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+        if tensor is None:
+            continue
+        if is_lazy(tensor) or tensor.is_meta:
+            raise ValueError(
+                f"{subject} is a {kind} whose `{name}` holds no numbers, being "
+                f"{'lazy: run the model on a batch' if is_lazy(tensor) else 'on `meta`: load its weights'} first."
+            )
+        if tensor.is_inference():
+            raise ValueError(
+                f"{subject} is a {kind} whose `{name}` was made in `torch.inference_mode()`, so that torch does not "
+                "differentiate it: make or load the model outside of it, or pass `copy.deepcopy(model)`."
+            )
+        if is_dtensor(tensor) and not _is_shared_by_fsdp_alone(tensor, part):
+            raise TypeError(
+                f"{subject} is a {kind} whose `{name}` is shared out over processes in another way than by "
+                "`fully_shard` alone, as by `parallelize_module`, and has no Jacobian products: load the full weights "
+                "(`get_model_state_dict` of `torch.distributed.checkpoint`) into a model that is not parallelised."
+            )
 
 
-def _check_tensor(tensor: torch.Tensor, kind: str, part: nn.Module, name: str) -> None:
-    """Raises for a weight or a buffer that holds no numbers yet, or that torch does not differentiate."""
-    if is_lazy(tensor):
-        subject = f"`{name}` of the model is" if name else "The model is"
-        raise ValueError(f"{subject} a {type(part).__name__} without weights as yet: run the model on a batch first.")
-    if tensor.is_meta:
-        raise ValueError(
-            f"`{kind}` of {name or 'the model'} is on the device 'meta', which holds no numbers: load its "
-            "weights first."
-        )
-    if is_dtensor(tensor):
-        _check_shards(tensor, part, f"`{kind}` of {name or 'the model'}")
-    if tensor.is_inference():
-        raise ValueError(
-            f"`{kind}` of {name or 'the model'} was made in `torch.inference_mode()`, so that torch does not "
-            "differentiate it: make or load the model outside of it, or pass `copy.deepcopy(model)`."
-        )
-
-
-def _check_shards(tensor: Any, part: nn.Module, subject: str) -> None:
-    """Raises for a parameter that is shared out in another way than by `fully_shard` alone."""
+def _is_shared_by_fsdp_alone(tensor: Any, part: nn.Module) -> bool:
     *replicated, last = tensor.placements
     by_fsdp = getattr(part, MANAGED, False) and not getattr(part, "_distribute_module_applied", False)
-    if not (by_fsdp and last.is_shard() and all(placement.is_replicate() for placement in replicated)):
-        raise TypeError(
-            f"{subject} is a DTensor with placements {list(tensor.placements)}, shared out over the processes of a "
-            "mesh in another way than by `fully_shard` alone, as by `parallelize_module`, and has no Jacobian "
-            "products: load the full weights, as of `torch.distributed.checkpoint.state_dict.get_model_state_dict("
-            "model, options=StateDictOptions(full_state_dict=True))`, into a model that is not parallelised, to which "
-            "you may apply `fully_shard`, and pass that."
-        )
-    if tensor.device.type != tensor.device_mesh.device_type:
-        raise ValueError(
-            f"{subject} is on {tensor.device}, but its mesh is of {tensor.device_mesh.device_type}: use `fully_shard` "
-            "without `CPUOffloadPolicy`."
-        )
-
-
-def _check_methods(part: nn.Module, subject: str) -> None:
-    """Raises for a method that gathers weights as FSDP does."""
-    for name, value in vars(part).items():
-        if "_fully_shard" in getattr(getattr(value, "__code__", None), "co_filename", ""):
-            raise TypeError(
-                f"`{name}` of {subject} is of `register_fsdp_forward_method`, which gathers weights in a way that "
-                "torch does not differentiate: call it through a `forward`, and remove it by `del`."
-            )
+    return by_fsdp and last.is_shard() and all(placement.is_replicate() for placement in replicated)

@@ -2,8 +2,8 @@
 
 The copy shares the memory of the weights that are not random, and has random weights, buffers, modes and hooks of its
 own (`private_copy`). So the user's module is never entered, and what is computed is that of the moment of the copy,
-whatever becomes of the module. Weights are put into the copy for the time of a call; where it takes them from elsewhere
-than its parts, from a list or a closure, operations are given others in their place.
+whatever becomes of the module. Weights are put into the copy for the time of a call, also into its lists and
+dictionaries.
 """
 
 import copy
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, num_rows, read
 from laplace_sampling.data.digest import digest
@@ -66,8 +65,6 @@ class Shell:
         # A closure in the copy may still have the weights of the network itself.
         self._originals = list(given.items())
         self._shared = [(name, p, p._version) for name, p in module.named_parameters() if name not in names]
-        # Whether operations take weights from elsewhere than the parts; `None` before it is known.
-        self._elsewhere: bool | None = None
         self._take(module, names)
         if autocast is not None and (autocast not in HALF or self.module_dtype != torch.float32):
             raise ValueError(
@@ -87,12 +84,16 @@ class Shell:
     def _look(self) -> None:
         """Notes where weights are in the copy, and what it holds: a forward pass may leave other things behind."""
         first = {id(p): name for name, p in self.module.named_parameters()}
-        parts = list(self.module.modules())
-        places = [(part._parameters, key) for part in parts for key, p in part._parameters.items() if p is not None]
-        self._places: list[tuple[dict[str, Any], str, str]] = [(own, key, first[id(own[key])]) for own, key in places]
-        held: list[Any] = [vars(part) for part in parts]
-        held += [value for attributes in list(held) for value in attributes.values() if type(value) in (list, dict)]
-        self._held = [(now, now.copy()) for now in held]
+        attributes = [vars(part) for part in self.module.modules()]
+        # Weights may be in lists and dictionaries as well, as in recurrent layers; hooks are in none of these.
+        containers: list[Any] = [of for own in attributes for of in own.values() if type(of) in (list, dict)]
+        self._places: list[tuple[Any, Any, str]] = [
+            (own, key, first[id(value)])
+            for own in containers
+            for key, value in (own.items() if isinstance(own, dict) else enumerate(own))
+            if id(value) in first
+        ]
+        self._held = [(now, now.copy()) for now in (*attributes, *containers)]
         self._first = next((own, key) for own, key, name in self._places if name == self.names[0])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -266,36 +267,13 @@ class Shell:
         elif self._complex:
             weights = weights | {n: torch.complex(*weights[n].unbind(-1)) for n in self._complex if n in weights}
         places = [(own, key, own[key], weights[name]) for own, key, name in self._places if name in weights]
-        with self._in_place_of(weights):
-            for own, key, _, weight in places:
-                own[key] = weight
-            try:
-                yield
-            finally:
-                for own, key, before, _ in places:
-                    own[key] = before
-
-    @contextmanager
-    def _in_place_of(self, weights: Weights) -> Iterator[None]:
-        """Operations inside also take these weights where the copy holds its own in a list or a closure, say.
-
-        A mode takes time for every call of torch, so it is left out after a fit in which no data needed it.
-        """
-        # Who holds a weight of `fully_shard` elsewhere holds a part of it, with which the module itself cannot run.
-        if self.shards is not None or self._elsewhere is False:
+        for own, key, _, weight in places:
+            own[key] = weight
+        try:
             yield
-            return
-        own = {name: parts[key] for parts, key, name in self._places}
-        places = {id(p): weights[name] if name in weights else own[name] for name, p in self._originals if name in own}
-        places |= {id(own[name]): weight for name, weight in weights.items()}
-        with _Substitution(places) as mode:
-            yield
-        self._elsewhere = self._elsewhere or mode.needed or None
-
-    def expect_weights_elsewhere(self, expected: bool) -> None:
-        """Whether they are looked for: from the start of a fit on; and after it where products have met any."""
-        if not self._elsewhere:
-            self._elsewhere = None if expected else False
+        finally:
+            for own, key, before, _ in places:
+                own[key] = before
 
     def outputs(self, x: Any) -> Callable[..., Float[Tensor, "N C"]]:
         """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
@@ -315,8 +293,7 @@ class Shell:
         """What the module itself returns, and its layout."""
         args, kwargs = arguments(self._copied(x))
         try:
-            # Only where it is needed: with a mode torch takes other kernels, as of attention.
-            with cpu_out_of_memory, self._in_place_of({}) if self._elsewhere else nullcontext():
+            with cpu_out_of_memory:
                 output, layout = read(self.module(*args, **kwargs), num_rows(x))
                 return as_plain(output), layout
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -405,32 +382,6 @@ class Shell:
                 "batch normalisation: send those of one process to all, by `torch.distributed.broadcast`."
             )
         return torch.frombuffer(bytearray(found), dtype=torch.uint8)
-
-
-class _Substitution(TorchFunctionMode):
-    """Functions of torch take other tensors in place of some, by identity.
-
-    Attributes:
-        needed: whether one of these tensors was met.
-    """
-
-    def __init__(self, in_place_of: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._in_place_of, self.needed = in_place_of, False
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*self._replaced(args), **self._replaced(kwargs or {}))
-
-    def _replaced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            other = self._in_place_of.get(id(value))
-            self.needed = self.needed or other is not None
-            return value if other is None else other
-        if type(value) in (list, tuple):
-            return type(value)(map(self._replaced, value))
-        return {key: self._replaced(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _doubled(tensor: Tensor) -> torch.dtype:

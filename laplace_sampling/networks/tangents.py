@@ -1,7 +1,7 @@
 """Rules of tangents: what an operation does to a tensor and `K` tangents of it, all at once.
 
 Two drivers call them. `stacked_tangents` takes functions of `torch` as a network calls them; an exported network is
-taken apart into operations of `aten` (`export.tangent_program`). The rules are plain operations, which `torch.export`
+taken apart into operations of `aten` (`export.program`). The rules are plain operations, which `torch.export`
 traces: torch's own forward mode (`torch.func.jvp`) fixes the size of the batch when it is traced, and `vmap` does for
 convolutions and pooling (torch 2.15).
 """

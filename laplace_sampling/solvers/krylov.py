@@ -127,24 +127,17 @@ class CG(IterativeSolver):
         _check_settings(self.tolerance, self.max_iterations)
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
-        preconditioner, passes = self._adapted(problem.operator)
-        problem, shift, undo = whiten(problem)
-        if preconditioner is not None and not bool((undo == 1).all()):
-            preconditioner = preconditioner.congruent(undo)
-        iterates = _Iterates(problem, shift, None if init is None else init / undo)
+        white, shift, undo = whiten(problem)
+        preconditioner, passes = None, 0.0
+        if self.preconditioner is not None:
+            preconditioner, passes = self.preconditioner.adapted_to(problem.operator, undo)
+        iterates = _Iterates(white, shift, None if init is None else init / undo)
         iterates.passes += passes
         rows = len(problem.centre)
         with progress_bar(description, total=rows) as bar:
             self._iterate(iterates, preconditioner, bar)
             _show(bar, rows)
         return iterates.solution(undo, self.tolerance)
-
-    def _adapted(self, operator: Operator) -> tuple[Preconditioner | None, float]:
-        """The preconditioner for an operator, and the passes that it took to adapt it."""
-        if self.preconditioner is None:
-            return None, 0.0
-        adapted = self.preconditioner.adapted(operator)
-        return adapted, adapted.passes - self.preconditioner.passes
 
     def _iterate(self, iterates: "_Iterates", preconditioner: Preconditioner | None, bar: tqdm) -> None:
         shift, operator = iterates.shift, iterates.problem.operator

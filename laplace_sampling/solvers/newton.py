@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.solvers.line_search import halve_until_accepted
 from laplace_sampling.solvers.operator import Operator, tiny
 from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.solver import Afford, Minimum, Objective, unlimited
@@ -17,6 +17,8 @@ from laplace_sampling.solvers.solver import Afford, Minimum, Objective, unlimite
 _LOOSEST = 0.2
 # Passes of a step besides those of its direction: a value, a gradient, the outputs; and one of the direction.
 _STEP_PASSES = 3.0
+
+Point = TypeVar("Point")
 
 
 def newton(
@@ -115,3 +117,21 @@ class _Iterate:
         self.theta, self.value = accepted or (self.theta, self.value)
         self.gradient = self._gradient(self.theta)
         return accepted is not None
+
+
+def halve_until_accepted(attempt: Callable[[float], Point | None], shortest: float = 1e-8) -> Point | None:
+    """Tries a step at the lengths 1, 1/2, 1/4, … and returns what the first accepted length gives.
+
+    A Newton step of a convex objective points downhill, so that some length lowers the objective; near the minimum
+    that is the full step, and the search costs one evaluation.
+
+    Args:
+        attempt: takes a length; returns the new point, or `None` where its objective is not low enough.
+        shortest: only longer steps are tried; the result is `None` if all of them are refused.
+    """
+    length = 1.0
+    while length > shortest:
+        if (accepted := attempt(length)) is not None:
+            return accepted
+        length /= 2
+    return None

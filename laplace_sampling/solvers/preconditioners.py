@@ -39,6 +39,11 @@ class Preconditioner(ABC):
         """The preconditioner of a matrix that is about a multiple of `M`; one product may find the factor."""
         return self
 
+    def adapted_to(self, operator: Operator, w: Float[Tensor, " P"]) -> "tuple[Preconditioner, float]":
+        """The preconditioner of `W operator W`, `W = diag(w)`, and the passes that it took to adapt it."""
+        adapted = self.adapted(operator)
+        return adapted if bool((w == 1).all()) else adapted.congruent(w), adapted.passes - self.passes
+
 
 class Factored(Preconditioner):
     """An approximation `M̂` of `M` of which all eigenvalues are known: it defines a posterior, too.

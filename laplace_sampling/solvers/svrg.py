@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.solvers.checks import check_positive, check_whole
@@ -28,7 +27,6 @@ from laplace_sampling.solvers.solver import (
     relative_residual,
     whiten,
 )
-from laplace_sampling.solvers.weighted_batches import Batch, WeightedBatches
 
 # A stage of at least so many steps, in units of `λ`, reduces the error more than its products would in conjugate
 # gradients. Half and twice have no effect on classifiers of 100 weights and 3,000 data.
@@ -36,14 +34,35 @@ _STEPS_WORTH = 4.0
 # The number of earlier directions that a new one is made conjugate to. Half and twice change no number of passes on
 # classifiers of 100 weights with a preconditioner of rank 10 or 20, and the error by a quarter at most.
 _DIRECTIONS = 4
-# Random rows by which a held preconditioner is compared with the present `M`. Over three solves with a `B` that moves,
-# half and twice change the passes by less than one percent.
-_SIGNATURE = 32
-# The relative distance of these rows at which the preconditioner is built anew. On the same solves 8.4 passes each;
-# half of it builds more often (8.5 passes), twice less often (8.3).
-_MOVED = 0.1
+# Indices and weights of data.
+Batch = tuple[Tensor, Tensor]
 
-# Indices of data, and their weights.
+
+class WeightedBatches:
+    """Mini-batches of data drawn with probabilities by their sizes, and weights that make sums over them unbiased.
+
+    No probability is below a tenth of a uniform one, roughly, because sizes are estimates. Over a set of mini-batches
+    the draw is systematic: each datum comes as often as its probability says, up to one time. With equal sizes it comes
+    once an epoch.
+    """
+
+    def __init__(self, sizes: Tensor, generator: torch.Generator) -> None:
+        floored = sizes.clamp_min(0) + 0.1 * sizes.mean()
+        equal = not bool(floored.sum() > 0) or not bool(floored.isfinite().all())
+        floored = torch.ones_like(sizes) if equal else floored
+        self.probabilities, self.generator = floored / floored.sum(), generator
+
+    def batches(self, number: int, size: int) -> list[Batch]:
+        # Points at equal distances on the cumulated probabilities of the data in random order.
+        total, num_data = number * size, len(self.probabilities)
+        order = torch.randperm(num_data, generator=self.generator)
+        offset = torch.rand(1, generator=self.generator, dtype=torch.float64)
+        points = (torch.arange(total, dtype=torch.float64) + offset) / total
+        drawn = order[torch.searchsorted(self.probabilities[order].cumsum(0), points).clamp_max(num_data - 1)]
+        weights = 1 / (size * self.probabilities)
+        # Every `number`-th point to a mini-batch: a datum that comes twice comes in two of them.
+        parts = [drawn[i::number] for i in torch.randperm(number, generator=self.generator).tolist()]
+        return [(part, weights[part]) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -88,7 +107,7 @@ class SVRG(IterativeSolver):
     max_rank: int = 512
     seed: int = 0
     max_restarts: int = field(default=5, repr=False)
-    held: "HeldNystrom | None" = field(default=None, repr=False, compare=False)
+    held: Nystrom | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "step", "tolerance"):
@@ -97,15 +116,23 @@ class SVRG(IterativeSolver):
             if name != "batch_size" or self.batch_size is not None:
                 check_whole(f"`SVRG({name}=...)`", getattr(self, name), least)
 
-    def hold(self) -> "SVRG":
-        """Returns the solver with one preconditioner for all its solves: see `HeldNystrom`."""
-        return replace(self, held=HeldNystrom())
+    def hold(self, operator: Operator) -> "SVRG":
+        """Returns the solver with a preconditioner that serves all its solves, for each `A` and multiples of `M`."""
+        sampler = WeightedBatches(operator.sizes(), torch.Generator().manual_seed(self.seed))
+        rows = torch.Generator().manual_seed(self.seed)
+        return replace(self, held=self._build(operator, self._drawn(sampler), rows))
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         # The preconditioner wants an isotropic prior.
         white, shift, undo = whiten(problem, float(problem.precision.mean()))
         sampler = WeightedBatches(white.operator.sizes(), torch.Generator().manual_seed(self.seed))
-        preconditioner, passes = self._precondition(problem.operator, white.operator, undo, sampler)
+        # Drawn also where it is held, so that mini-batches are those that follow.
+        drawn = self._drawn(sampler)
+        if self.held is None:
+            preconditioner = self._build(white.operator, drawn, sampler.generator)
+            passes = preconditioner.passes
+        else:
+            preconditioner, passes = self.held.adapted_to(problem.operator, undo)
         descent = _Descent(self, white, shift, preconditioner, sampler, description)
         descent.start(None if init is None else init / undo)
         started = 0 if init is None else 1
@@ -117,29 +144,16 @@ class SVRG(IterativeSolver):
             descent.advance()
         return descent.solution(problem, undo, passes)
 
-    def _precondition(
-        self, operator: Operator, white: Operator, undo: Tensor, sampler: "WeightedBatches"
-    ) -> tuple[Nystrom, float]:
-        """A preconditioner of `white`, which is `operator` in coordinates `v / undo`, and the passes that it took."""
-        # Four times as many rows as the rank: the small eigenvalues of a sample are mostly noise.
-        most = 4 * self.max_rank
-        drawn = sampler.batches(1, min(most, white.num_data))[0]
+    def _drawn(self, sampler: WeightedBatches) -> Batch:
+        """Data for the preconditioner, four times as many as its rank: small eigenvalues of a sample are noise."""
+        return sampler.batches(1, min(4 * self.max_rank, len(sampler.probabilities)))[0]
 
-        def build(generator: torch.Generator) -> Nystrom:
-            # One row of each of few data spans a part of what they decide, and `P` is as large elsewhere as within: the
-            # error in the norm of `P⁻¹` would say nothing. All rows are no more than those of many data.
-            if white.num_rows <= most:
-                return Nystrom.of_root(white, max_rank=self.max_rank)
-            return Nystrom.of_rows(white, *drawn, max_rank=self.max_rank, generator=generator)
-
-        if self.held is None:
-            preconditioner = build(sampler.generator)
-            return preconditioner, preconditioner.passes
-        # A generator of its own: mini-batches must not depend on whether the preconditioner is built in this solve.
-        generator = torch.Generator().manual_seed(self.seed)
-        # Several rows of each of few data: one row of one datum would be a multiple of any other, whatever `B` is.
-        some = drawn[0].repeat(-(-min(most, white.num_rows) // len(drawn[0])))[:_SIGNATURE]
-        return self.held.of(operator, undo, sampler.sizes, some, lambda: build(generator))
+    def _build(self, operator: Operator, drawn: Batch, generator: torch.Generator) -> Nystrom:
+        # One row of each of few data spans a part of what they decide, and `P` is as large elsewhere as within: the
+        # error in the norm of `P⁻¹` would say nothing. All rows are no more than those of many data.
+        if operator.num_rows <= 4 * self.max_rank:
+            return Nystrom.of_root(operator, max_rank=self.max_rank)
+        return Nystrom.of_rows(operator, *drawn, max_rank=self.max_rank, generator=generator)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """By `SGD`: a preconditioner costs more than it saves where there is one row."""
@@ -204,7 +218,7 @@ class _Descent:
         problem: Quadratic,
         shift: float,
         preconditioner: Preconditioner,
-        sampler: "WeightedBatches",
+        sampler: WeightedBatches,
         description: str | None,
     ) -> None:
         self.solver, self.problem, self.shift, self.preconditioner = solver, problem, shift, preconditioner
@@ -307,61 +321,6 @@ class _Descent:
         error = (self.error.double() / energy.clamp_min(tiny(energy))).sqrt()
         total = passes + self.passes
         return Solution(problem.centre + delta, delta, residual, zeta * product, total, self.converged(), error=error)
-
-
-class HeldNystrom:
-    """A preconditioner that is kept between solves; it serves every `α`, and multiples of `M`, as with the noise.
-
-    It is built in the first solve, and again where `M` has changed by more than a factor, as it does with a mode at
-    which `B` is taken. Random rows of some data, the same ones each time, tell the change and the factor.
-    """
-
-    def __init__(self) -> None:
-        self.preconditioner: Nystrom | None = None
-
-    def of(
-        self,
-        operator: Operator,
-        undo: Float[Tensor, " P"],
-        sizes: Float[Tensor, " N"],
-        data: Tensor,
-        build: Callable[[], Nystrom],
-    ) -> tuple[Nystrom, float]:
-        """The preconditioner of an operator in coordinates `v / undo`, and the passes that it took.
-
-        Args:
-            operator: `M`.
-            undo: see above.
-            sizes: of the data.
-            data: indices of the data whose rows are compared in all later solves.
-            build: builds the preconditioner.
-        """
-        if self.preconditioner is None:
-            self._data = data
-        # The products of the rows with each other need little memory, and show both a factor and a rotation.
-        rows = operator.random_rows(self._data, torch.Generator().manual_seed(0)).double()
-        signature, passes = rows @ rows.T, len(rows) / (2 * operator.num_data)
-        if self.preconditioner is not None:
-            factor, moved = _multiple(signature, self._signature)
-            if max(moved, _multiple(sizes, self._sizes)[1]) <= _MOVED:
-                return self._rescaled(self.preconditioner, factor, undo), passes
-        self.preconditioner = build()
-        self._signature, self._sizes, self._undo = signature, sizes, undo
-        return self.preconditioner, self.preconditioner.passes + passes
-
-    def _rescaled(self, held: Nystrom, factor: float, undo: Tensor) -> Nystrom:
-        change = undo / self._undo
-        if not bool((change == 1).all()):
-            held = held.congruent(change)
-        return Nystrom(held.vectors, held.eigenvalues * factor, held.passes)
-
-
-def _multiple(new: Tensor, old: Tensor) -> tuple[float, float]:
-    """`c` for which `new ≈ c old`, and their relative distance, which is infinite if there is no such `c > 0`."""
-    factor = float((new * old).sum() / (old * old).sum())
-    if not 0 < factor < math.inf:
-        return 1.0, math.inf
-    return factor, float((new - factor * old).norm() / (factor * old.norm()))
 
 
 def _ratio(x: Tensor, x_product: Tensor | None, move: Tensor, change: Tensor, shift: float) -> Tensor:

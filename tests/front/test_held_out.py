@@ -352,14 +352,6 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     la = LinearisedLaplace(model, "classification", prior="isotropic")
     with pytest.warns(CalibrationWarning, match=r"-1\.1\b"):
         la.fit_hyperparameters([train], criterion=Evidence(precision_bounds=(1e-9, 1e-7)), progress=False)
-    line = nn.Linear(1, 1).double()
-    nn.init.ones_(line.weight)
-    nn.init.zeros_(line.bias)
-    x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
-    noisy = x + 0.1 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
-    la = LinearisedLaplace(line, "regression", prior="isotropic")
-    with pytest.warns(CalibrationWarning, match="inputs"):
-        la.fit_hyperparameters([(x, noisy)], criterion=Evidence(precision_bounds=(1e-13, 1e-12)), progress=False)
     one = nn.Linear(2, 1).double()
     nn.init.constant_(one.weight, 5.0)
     binary = LinearisedLaplace(one, "binary", prior="isotropic")

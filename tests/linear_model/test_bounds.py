@@ -1,8 +1,17 @@
+import math
+
 import pytest
 import torch
 
 from laplace_sampling import Gaussian
-from laplace_sampling.linear_model.bounds import AtBounds, bound_reached, check_bounds, clamped, is_at_bound
+from laplace_sampling.linear_model.bounds import (
+    AtBounds,
+    bound_reached,
+    check_bounds,
+    clamped,
+    is_at_bound,
+    mackay_root,
+)
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 
 
@@ -50,3 +59,26 @@ def test_bounds_out_of_order_are_refused(bounds: tuple[float, float]) -> None:
 def test_bounds_are_two_numbers(bounds) -> None:
     with pytest.raises(TypeError, match="precision_bounds"):
         check_bounds(bounds, (1.0, 2.0))
+
+
+@pytest.mark.parametrize("start", [-8.0, 0.5, 9.0])
+@pytest.mark.parametrize("root", [-7.5, 0.3, 8.9])
+def test_the_root_of_mackay_is_between_the_bounds(start: float, root: float) -> None:
+    # Nearly flat on one side, where regula falsi without a remedy takes thousands of steps.
+    tried = []
+
+    def dimension(alpha: float) -> float:
+        tried.append(math.log(alpha))
+        return math.exp(1 - math.exp(2 * (math.log(alpha) - root)))
+
+    bounds = math.exp(-8.0), math.exp(9.0)
+    found, inside = mackay_root(dimension, lambda alpha: 1.0, math.exp(start), bounds, 1e-6)
+    assert inside
+    assert math.log(found) == pytest.approx(root, abs=1e-6)
+    assert len(tried) <= 40
+    assert all(-8.0 - 1e-9 <= u <= 9.0 + 1e-9 for u in tried)
+
+
+@pytest.mark.parametrize(("dimension", "bound"), [(2.0, 7.0), (0.5, 0.1)])
+def test_without_a_root_updates_lead_to_a_bound(dimension: float, bound: float) -> None:
+    assert mackay_root(lambda alpha: dimension, lambda alpha: 1.0, 0.5, (0.1, 7.0), 1e-6) == (bound, False)

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -405,24 +406,21 @@ def test_distributed_data_parallel_is_taken_off(tmp_path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_traced_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"torch\.jit"):
-        Linearisation(torch.jit.trace(mlp(), random(4, 3)))
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        Linearisation(lambda x: x)  # pyright: ignore
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_scripted_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"torch\.jit"):
-        Linearisation(torch.jit.script(mlp()))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_quantised_network_is_refused() -> None:
-    module = torch.ao.quantization.quantize_dynamic(mlp().float(), {nn.Linear})
-    with pytest.raises(ValueError, match="'Linear'"):
-        Linearisation(module)
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: torch.jit.trace(mlp(), random(4, 3)), TypeError, r"torch\.jit"),
+        (lambda: torch.jit.script(mlp()), TypeError, r"torch\.jit"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 4)), nn.Linear(4, 2)), TypeError, r"torch\.jit"),
+        (lambda: lambda x: x, TypeError, r"torch\.nn\.Module"),
+        (lambda: torch.ao.quantization.quantize_dynamic(mlp().float(), {nn.Linear}), ValueError, "'Linear'"),
+        (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)), ValueError, "LazyLinear"),
+        (lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, device="meta")), ValueError, "meta"),
+    ],
+)
+def test_modules_that_cannot_be_differentiated_are_refused(make: Callable, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        Linearisation(make())
 
 
 class Force(nn.Module):
@@ -656,14 +654,7 @@ def test_attention_from_scores_of_the_users_own() -> None:
         network.jvp(x, random(2, network.num_parameters))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_parts_that_cannot_be_differentiated_are_named() -> None:
-    with pytest.raises(TypeError, match=r"torch\.jit"):
-        Linearisation(nn.Sequential(torch.jit.script(nn.Linear(3, 4)), nn.Linear(4, 2)))
-    with pytest.raises(ValueError, match="LazyLinear"):
-        Linearisation(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
-    with pytest.raises(ValueError, match="meta"):
-        Linearisation(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, device="meta")))
+def test_weights_of_inference_mode_are_refused() -> None:
     with torch.inference_mode():
         made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     with pytest.raises(ValueError, match="inference_mode"):

@@ -15,7 +15,7 @@ from distributed_processes import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -338,9 +338,6 @@ def _refuses() -> None:
     model = _sharded(Network())
     with pytest.raises(ValueError, match="to_module"):
         _fitted(model, "last_layer", "exact").to_module()
-    register_fsdp_forward_method(model, "half")
-    with pytest.raises(TypeError, match="register_fsdp_forward_method"):
-        LinearisedLaplace(model, "regression")
 
 
 def test_what_is_refused() -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling.export.tangent_program import tangent_program
+from laplace_sampling.export.program import tangent_program
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
 
 K = 3

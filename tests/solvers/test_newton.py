@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
-from laplace_sampling.solvers.newton import newton
+from laplace_sampling.solvers.newton import halve_until_accepted, newton
 from laplace_sampling.solvers.operator import Operator, make_dense
 
 SOLVERS = {"block": BlockKrylov, "krylov": CG}
@@ -51,3 +51,21 @@ def test_newton_halves_steps_that_go_up() -> None:
     minimum = newton(objective, zero, too_far, tolerance=1e-6, max_steps=100)
     assert objective.value(minimum.value) <= objective.value(zero)
     assert_close(minimum.value, dense, rtol=1e-3, atol=1e-3)
+
+
+def test_the_first_accepted_length_is_taken() -> None:
+    tried = []
+
+    def attempt(length: float) -> str | None:
+        tried.append(length)
+        return f"at {length}" if length <= 0.25 else None
+
+    assert halve_until_accepted(attempt) == "at 0.25"
+    assert tried == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(("shortest", "number"), [(0.3, 2), (0.25, 2), (1e-8, 27)])
+def test_steps_that_are_all_refused_give_nothing(shortest: float, number: int) -> None:
+    tried = []
+    assert halve_until_accepted(tried.append, shortest) is None
+    assert len(tried) == number

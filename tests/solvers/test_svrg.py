@@ -18,8 +18,7 @@ from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.preconditioners import Nystrom
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Quadratic
-from laplace_sampling.solvers.svrg import SVRG
-from laplace_sampling.solvers.weighted_batches import WeightedBatches
+from laplace_sampling.solvers.svrg import SVRG, WeightedBatches
 
 
 def problem(num_data: int = 2000, size: int = 30, rows: int = 3, scale: float = 1.0, spread: float = 0.0) -> Quadratic:
@@ -234,7 +233,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Nystrom]:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_held_preconditioner_serves_all_precisions_and_noises(groups: int, built: list[Nystrom]) -> None:
     p = problem()
-    held, fresh = SVRG(max_snapshots=1).hold(), SVRG(max_snapshots=1)
+    held, fresh = SVRG(max_snapshots=1).hold(p.operator), SVRG(max_snapshots=1)
     layer = torch.arange(30) % groups
     for step, (alpha, noise) in enumerate([(1.0, 1.0), (0.01, 1.0), (30.0, 7.0)]):
         precision = noise * alpha * torch.tensor([1.0, 4.0**step], dtype=torch.float64)[layer]
@@ -242,22 +241,9 @@ def test_a_held_preconditioner_serves_all_precisions_and_noises(groups: int, bui
         here = replace(p, operator=ggn, precision=precision, centre=p.centre / alpha**0.5, linear=p.linear * noise)
         solution, other = held.solve(here), fresh.solve(here)
         assert error(here, solution.value) < 2 * error(here, other.value)
-        # 32 rows of 2000 data tell that M is a multiple of what it was; the first solve has made 2000 besides.
-        assert other.passes - solution.passes == pytest.approx((0.0 if step == 0 else 0.5) - 32 / 4000)
+        # A product of one vector tells the factor of M, and a row of each datum is half of one.
+        assert solution.passes - other.passes == pytest.approx(0.5)
     assert len(built) == 1 + 3
-
-
-def test_a_held_preconditioner_is_made_again_where_the_curvature_has_moved(built: list[Nystrom]) -> None:
-    p, held = unequal(), SVRG(max_snapshots=1).hold()
-    likelihood, outputs = p.operator.likelihood, p.operator.outputs
-    for scale, made in ((1.0, 1), (1.001, 1), (0.3, 2), (0.3, 2)):
-        here = replace(p, operator=GGN(p.operator.features, likelihood, scale * outputs))
-        assert error(here, held.solve(here).value) < 0.05
-        assert len(built) == made
-    noises = torch.tensor([1.0, 1.0, 50.0], dtype=torch.float64)  # equal for all data: only rows tell
-    held.solve(replace(p, operator=GGN(p.operator.features, Gaussian(1.0), outputs)))
-    held.solve(replace(p, operator=GGN(p.operator.features, Gaussian(noises), outputs)))
-    assert len(built) == 4
 
 
 def unequal(num_data: int = 3000, size: int = 40) -> Quadratic:
