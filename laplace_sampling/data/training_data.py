@@ -238,7 +238,7 @@ class _Seen:
         if other.fixed != self.fixed:
             raise ValueError(
                 f"What is no tensor of rows in the inputs must be the same for all data, but is {self.fixed} in the "
-                f"first batch and {other.fixed} in {where}; leave out by `unpack=` what is not needed."
+                f"first batch and {other.fixed} in {where}; leave out by `Data(unpack=...)` what is not needed."
             )
         self.num_data, self.largest = self.num_data + other.num_data, max(self.largest, other.largest)
         self.shapes |= other.shapes

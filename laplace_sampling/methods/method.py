@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import AtBounds, check_bounds
+from laplace_sampling.linear_model.bounds import AtBounds
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.ggn import GGN
@@ -24,7 +24,7 @@ from laplace_sampling.methods.plan import Rung
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.selection import Selection
-from laplace_sampling.solvers.checks import check_positive, check_whole
+from laplace_sampling.solvers.checks import check_positive
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,7 @@ class Tuning:
     criterion: str = "auto"
 
     def __post_init__(self) -> None:
-        check_whole("`fit_hyperparameters(max_steps=...)`", self.max_steps, 1)
-        check_whole("`fit_hyperparameters(num_samples=...)`", self.num_samples, 1)
         check_positive("`fit_hyperparameters(tolerance=...)`", self.tolerance)
-        check_bounds(self.precision_bounds, self.noise_bounds)
-        if self.callback is not None and not callable(self.callback):
-            raise TypeError(f"`callback` must be a function of a `Step`, but is {self.callback!r:.80}.")
 
     def shifted(self, loss: float) -> "Tuning":
         """Returns settings whose callback gets losses of the targets, where those of the model are smaller."""

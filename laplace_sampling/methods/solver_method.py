@@ -244,7 +244,7 @@ def tuned_by(result: EMResult, task: Task, tuning: Tuning, solver: Solver) -> tu
         problems.append(
             f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
             f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
-            + (task.budget.advice or "Raise `max_steps`, or `tolerance`.")
+            + (task.budget.advice or "Raise `max_steps` of `Evidence`, or `tolerance`.")
         )
     at_bounds = AtBounds.of(result.prior, result.likelihood, tuning.precision_bounds, tuning.noise_bounds)
     tuned = Tuned(

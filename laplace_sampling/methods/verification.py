@@ -47,7 +47,7 @@ def _balances(fit: Fit) -> Iterator[Check]:
     advice = (
         "Bring inputs and targets to a common scale."
         if fit.method.name == "exact"
-        else 'Raise `num_samples` and `max_steps` of `fit_hyperparameters`, or use method="exact".'
+        else 'Raise `num_samples` and `max_steps` of `Evidence`, or use method="exact".'
     )
 
     def balance(what: str, value: float, wanted: float, found: float, error: float, tolerance: float) -> Check:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat_settings import fit_arguments
 from torch import Tensor, nn
 
 import laplace_sampling.checkpoint as checkpoints
@@ -78,7 +79,8 @@ def laplace(likelihood: Any = "classification", method: Any = "krylov", **settin
 def fitted(name: str, path: Path | None = None, **arguments: Any) -> LinearisedLaplace:
     likelihood, method, settings = FITS[name]
     la = laplace(likelihood, method, **settings)
-    arguments = {"max_steps": 3, "num_samples": 4, **arguments}
+    if likelihood == "regression" or "criterion" in arguments:
+        arguments = fit_arguments(**{"max_steps": 3, "num_samples": 4, **arguments})
     return la.fit_hyperparameters(data(likelihood=likelihood), progress=False, checkpoint=path, **arguments)
 
 
@@ -210,7 +212,7 @@ def test_validation_data_and_warm_starts(path: Path, kills: Any) -> None:
     expected = fitted("krylov", val_loader=held_out)
     expected.fit_hyperparameters(data(), progress=False, warm_start=True, criterion=Evidence(max_steps=3))
     la = fitted("krylov", val_loader=held_out)
-    again = {"warm_start": True, "criterion": "evidence", "max_steps": 3, "checkpoint": path, "progress": False}
+    again = {"warm_start": True, "criterion": Evidence(max_steps=3), "checkpoint": path, "progress": False}
     kills(4)
     with pytest.raises(Killed):
         la.fit_hyperparameters(data(), **again)
@@ -267,7 +269,6 @@ OTHERWISE = {
     "`criterion`": {"arguments": {"criterion": "self_consistency"}},
     "`precision_bounds`": {"arguments": {"precision_bounds": (1e-3, 1e3)}},
     "`noise_bounds`": {"arguments": {"noise_bounds": (1e-3, 1e3)}},
-    "`scale`": {"arguments": {"scale": 1.0}},
     "`weights`": {"arguments": {"weights": torch.full((60,), 2.0)}},
     "`warm_start`": {"arguments": {"warm_start": True}},
 }
@@ -280,7 +281,7 @@ def test_a_file_of_another_fit_is_refused(what: str, path: Path, kills: Any) -> 
         laplace().fit_hyperparameters(data(), progress=False, checkpoint=path)
     kills(10**9)
     size, other = path.stat().st_size, dict(OTHERWISE[what])
-    loader, arguments = other.pop("data", data()), other.pop("arguments", {})
+    loader, arguments = other.pop("data", data()), fit_arguments(**other.pop("arguments", {}))
     if "model" in other:
         with torch.no_grad():
             other["model"][0].bias[0] += 1e-6
