@@ -18,10 +18,7 @@ from laplace_sampling.likelihoods.heteroscedastic_gaussian import Heteroscedasti
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
-from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
-from laplace_sampling.linear_model.priors.prior import Prior
+from laplace_sampling.linear_model.priors.prior import GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.methods.auto import Auto
 from laplace_sampling.methods.dual import Dual
 from laplace_sampling.methods.exact import Exact

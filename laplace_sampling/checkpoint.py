@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from laplace_sampling.data.batches import batched
-from laplace_sampling.data.digest import digest
+from laplace_sampling.data.batches import batched, digest
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.files import check_target, load_checked, target_of
 from laplace_sampling.held_out import HeldOut
-from laplace_sampling.likelihoods.recipes import recipe_of_likelihood
+from laplace_sampling.likelihoods.as_likelihood import recipe_of_likelihood
 from laplace_sampling.linear_model.priors.as_prior import recipe_of_prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods import recipe_of_method
@@ -221,7 +220,7 @@ def _digest_of(data: TrainingData) -> str:
         with data.processes.local_only():
             return b"".join(digest(("", x) for x in batched(data.inputs(b))[0]) for b in data.own_batches())
 
-    targets = digest(("", y) for y in batched(data.all_targets())[0])
+    targets = digest(("", y) for y in batched(data.targets)[0])
     return _DIGEST + hashlib.sha256(b"".join([*data.processes.gathered(of_part), targets])).hexdigest()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from laplace_sampling.data.batches import as_plain
-from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
+from laplace_sampling.likelihoods.as_likelihood import likelihood_from_recipe, recipe_of_likelihood
 from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
 from laplace_sampling.networks.last_layer import LastLayer

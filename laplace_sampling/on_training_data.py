@@ -14,6 +14,7 @@ from laplace_sampling.data.batches import flattened
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.labels import Labels
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -22,7 +23,6 @@ from laplace_sampling.methods.verification import NEARLY_ALL
 from laplace_sampling.predictions.calibration import (
     NOISE_WORTH,
     Calibration,
-    Labelled,
     label_losses,
     labelled,
     labels_of,
@@ -240,7 +240,7 @@ def _log_probs_without_inputs(
 
 
 def _log_frequencies(
-    trained_by: Labelled, trained: Tensor, counts: Float[Tensor, "N S"], labels: Labelled, y: Tensor
+    trained_by: Labels, trained: Tensor, counts: Float[Tensor, "N S"], labels: Labels, y: Tensor
 ) -> Float[Tensor, "n S"]:
     """Logarithms of the frequencies that labels have among others, which count so much; zero where they are missing.
 
@@ -273,7 +273,7 @@ def deviations_of(features: Features, samples: Float[Tensor, "K P"], some: Tenso
     return torch.cat([features.jvp(samples, some[rows]) for rows in features.chunks(torch.arange(len(some)))], 1)
 
 
-def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -> float:
+def _without_inputs(labels: Labels, y: Tensor, counts: Float[Tensor, "n S"]) -> float:
     """Mean log-likelihood of labels by their own frequencies."""
     found = _log_frequencies(labels, y, counts, labels, y).where(counts > 0, 0)
     return float((counts * found).sum() / counts.sum())

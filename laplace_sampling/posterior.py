@@ -200,7 +200,7 @@ class Posterior:
 def _training_data(fit: Fit, tangent: TangentModel) -> dict[str, Any]:
     """Inputs, targets and weights, which covariances in observation space need."""
     inputs = tangent.data.inputs(torch.arange(tangent.data.num_data))
-    kept = {"inputs": storable(inputs), "targets": storable(tangent.data.all_targets())}
+    kept = {"inputs": storable(inputs), "targets": storable(tangent.data.targets)}
     if isinstance(fit.model.likelihood, Weighted):
         kept["weights"] = fit.model.likelihood.weights(fit.model.targets)
     if tangent.weights is not None:

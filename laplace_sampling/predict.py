@@ -23,10 +23,9 @@ from laplace_sampling.data.batches import (
 )
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
-from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.features import Features, ObservedFeatures
 from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.linear_model.observed_features import ObservedFeatures
-from laplace_sampling.linear_model.weighted_features import noise_weights
+from laplace_sampling.linear_model.tangent_model import noise_weights
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation

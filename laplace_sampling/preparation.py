@@ -13,8 +13,7 @@ from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, batches_fit, measure, rows_in_memory
 from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
+from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model_of
 from laplace_sampling.methods.budget import Budget, counted_in
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.method import Method

@@ -101,7 +101,7 @@ def _inputs(batch: Any) -> Any:
     if len(batch) > 2 or not batch:
         raise TypeError(
             f"Batches of `predict_loader(loader)` must be pairs (x, y), or inputs x alone, but one is a "
-            f"{type(batch).__name__} of {len(batch)}. Others take `Data(unpack=...)`, a function of a batch that returns "
+            f"{type(batch).__name__} of {len(batch)}. For others `Data(unpack=...)` returns "
             "(inputs, targets)."
         )
     return batch[0]

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.network_evidence import DECADES, best_network_evidence
-from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
+from laplace_sampling.linear_model.features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.on_training_data import deviations_of, enough

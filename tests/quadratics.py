@@ -10,7 +10,7 @@ from torch import Tensor
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.mode_objective import ModeObjective
+from laplace_sampling.linear_model.linear_model import ModeObjective
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.operator import Operator, make_dense
 from laplace_sampling.solvers.solver import Quadratic

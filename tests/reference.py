@@ -33,7 +33,7 @@ def loss(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """Negative log-likelihood of one datum with outputs `f`, `[C]`, from torch's own losses and distributions."""
     if isinstance(likelihood, MultiTask):
         outputs, targets = f.split(likelihood.layout.sizes), y.split(likelihood.widths)
-        heads = zip(likelihood.likelihoods.values(), outputs, targets, strict=True)
+        heads = zip(likelihood.heads.values(), outputs, targets, strict=True)
         return sum(loss(head, g, t if t.numel() > 1 else t[0]) for head, g, t in heads)
     if isinstance(likelihood, LossLikelihood):
         return likelihood.function(f, y)

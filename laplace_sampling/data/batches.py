@@ -8,7 +8,8 @@ Outputs are a tensor `[N, ...]`; a dictionary of tensors, the heads of a network
 `logits`, which are taken. The outputs of a datum are flattened, head after head, to `C` numbers where algebra needs it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -332,3 +333,27 @@ def _check_rows(output: Tensor, num: int) -> None:
             f"The model returned outputs in {output.dtype}, but outputs are differentiated: they must be real numbers, "
             "in floating point. Return them before they are rounded or compared, or their real and imaginary parts."
         )
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
+    """SHA-256, 32 bytes, of the names, dtypes, shapes and numbers of tensors, in their order."""
+    sha = hashlib.sha256()
+    for name, tensor in tensors:
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        for part in _dense_parts(tensor.detach().cpu()):
+            # Not `reshape`, which keeps the stride of a single number: bytes need a stride of 1.
+            flat = part.contiguous().as_strided((part.numel(),), (1,))
+            sha.update(flat.view(torch.uint8).numpy().data)
+    return sha.digest()
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The indices and values of a sparse tensor; a dense one itself."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]

@@ -123,32 +123,16 @@ class Processes:
 
     # Rows of each datum -----------------------------------------------------------------------------------------------
 
-    def all_rows(self, rows: Tensor, num: int, part: range) -> Tensor:
-        """The rows of all `num` data, from those of a part of them in each process."""
-        return self._scattered(rows, slice(part.start, part.stop), num) if self.size > 1 else rows
-
-    def rows_at(self, rows: Tensor, part: range, index: Tensor) -> Tensor:
-        """The rows of any data, for which all processes ask alike, from those of a part in each process."""
-        inside = (index >= part.start) & (index < part.stop)
-        return self.rows_inside(rows[index[inside] - part.start], inside)
-
-    def rows_inside(self, rows: Tensor, inside: Tensor) -> Tensor:
-        """Rows of which this process has those at `inside`, and other processes all others."""
-        return self._scattered(rows, inside.to(rows.device), len(inside))
-
-    def requests(self, index: Tensor) -> tuple[Tensor, slice]:
-        """The data for which the processes ask, each for its own, and where among them those of this process are."""
-        of_each = self.gathered(lambda: index)
-        start = sum(len(other) for other in of_each[: self.rank])
-        return torch.cat(of_each), slice(start, start + len(index))
-
-    def _scattered(self, rows: Tensor, places: Tensor | slice, num: int) -> Tensor:
+    def all_rows(self, rows: Tensor, num: int) -> Tensor:
+        """The rows of all `num` data, from those of its part in each process."""
+        if self.size == 1:
+            return rows
         # A sum of rows and zeros; by bytes where gloo has no sums, as of short integers and truth values.
         as_they_are = rows.dtype in (torch.float32, torch.float64)
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
         sent = flat if as_they_are else flat.contiguous().view(torch.uint8)
-        total = torch.zeros(num, sent.shape[1], dtype=sent.dtype, device=sent.device)
-        total[places] = sent
+        total, part = torch.zeros(num, sent.shape[1], dtype=sent.dtype, device=sent.device), self.part(num)
+        total[part.start : part.stop] = sent
         return self._reduce(total, "SUM").view(rows.dtype).reshape(num, *rows.shape[1:])
 
     # Results ----------------------------------------------------------------------------------------------------------

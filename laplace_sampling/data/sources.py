@@ -4,8 +4,9 @@ Of several processes each reads its own part of a dataset; a stream is read whol
 """
 
 import operator
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
 
-from laplace_sampling.data.batches import as_tensors, batched, concatenate, num_rows, take
-from laplace_sampling.data.coverage import check_coverage, indices_of_all
-from laplace_sampling.data.digest import digest
+from laplace_sampling.data.batches import as_tensors, batched, concatenate, digest, num_rows, take
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.random_state import private_loader
 from laplace_sampling.solvers.checks import check_whole
@@ -62,8 +62,8 @@ class RandomAccess(Source):
             batches = [list(batch) for batch in loader.batch_sampler or ()]
             indices = [index for batch in batches for index in batch]
             self.batch_size = max(map(len, batches), default=1)
-        indices = indices_of_all(loader, [_plain(index) for index in indices], sampled_by)
-        check_coverage(loader, indices)
+        indices = _indices_of_all(loader, [_plain(index) for index in indices], sampled_by)
+        _check_coverage(loader, indices)
         # Sorted, so that a shuffled loader gives the same order, hence the same samples, every time.
         self.order = sorted(indices) if all(isinstance(i, int) for i in indices) else indices
         self.part = processes.part(len(indices))
@@ -171,7 +171,7 @@ def source_of(
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         return RandomAccess(loader, unpack, processes, sampled_by)
     if isinstance(loader, DataLoader):
-        check_coverage(loader, indices_of_all(loader, list(loader.sampler), ALONE))
+        _check_coverage(loader, _indices_of_all(loader, list(loader.sampler), ALONE))
     return Stream(loader, None, unpack)
 
 
@@ -181,6 +181,74 @@ def _num_data(dataset: IterableDataset) -> int:
             "The data are an IterableDataset, which may have no end: say how many there are with `Data(num_data=...)`."
         )
     return len(dataset)
+
+
+def _check_coverage(loader: DataLoader, indices: list[Any]) -> None:
+    """Warns if the sampler of a loader gives a part of the data, or some of them more than once.
+
+    Args:
+        loader: a loader of a map-style dataset.
+        indices: what its sampler gives.
+    """
+    total = _total(loader)
+    if total is None or not all(isinstance(index, Hashable) for index in indices):
+        return
+    num = len(set(indices))
+    repeated = f", {len(indices) - num} times one of them again" if num < len(indices) else ""
+    if indices and (num < total or repeated):
+        warnings.warn(
+            f"The sampler of the loader gives {num} of the {total} data of its dataset{repeated}: the posterior is of "
+            "these. Pass a loader without that sampler for all data, each once, or one of "
+            "`torch.utils.data.Subset(dataset, indices)` for some without this warning.",
+            stacklevel=2,
+        )
+
+
+def _indices_of_all(loader: DataLoader, indices: list[Any], processes: Processes) -> list[Any]:
+    """The indices that the samplers of all processes give together, without those that a sampler gives to fill up.
+
+    Args:
+        loader: a loader of a map-style dataset.
+        indices: what its sampler gives in this process.
+        processes: those that share a fit.
+
+    Raises:
+        ValueError: for the share of one process in distributed training, if it shares no fit: its posterior is not that
+            of all data.
+    """
+    is_part = any(isinstance(one, DistributedSampler) and one.num_replicas > 1 for one in _samplers(loader))
+    if processes.size == 1:
+        if is_part:
+            raise ValueError(
+                f"The loader has a DistributedSampler, which gives this process {len(indices)} of {_total(loader)} "
+                "data; the posterior is of all of them. Give `LinearisedLaplace` the `process_group=` that shares out "
+                "the data, or pass a loader without it, such as `DataLoader(dataset, batch_size=...)`."
+            )
+        return indices
+    order = sorted(indices, key=None if _are_numbers(indices) else repr)
+    found = processes.gathered(lambda: (is_part, order))
+    if not any(part for part, _ in found) and all(other == order for _, other in found):
+        return indices
+    united = list(dict.fromkeys(index for _, part in found for index in part))
+    return sorted(united) if _are_numbers(united) else united
+
+
+def _are_numbers(indices: list[Any]) -> bool:
+    return all(isinstance(index, int) for index in indices)
+
+
+def _total(loader: DataLoader) -> int | None:
+    return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+
+
+def _samplers(loader: DataLoader) -> Iterator[Any]:
+    """The samplers of a loader, and those inside of them."""
+    found: list[Any] = [loader.sampler, loader.batch_sampler]
+    for sampler in found:
+        yield sampler
+        inner = getattr(sampler, "__dict__", {}).get("sampler")
+        if inner is not None and all(inner is not other for other in found):
+            found.append(inner)
 
 
 def check_repeatable(source: Source, processes: Processes) -> None:
@@ -242,7 +310,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         hint = " To give all data at once, pass the list [(x, y)]." if isinstance(batch, Tensor) else ""
         raise TypeError(
             "Batches of the loader must be pairs (x, y) of tensors (or of tuples or dictionaries of them), or "
-            f"mappings with `labels`, but one is {_kinds(batch)}.{hint} Others take `Data(unpack=...)`, a function of a batch "
+            f"mappings with `labels`, but one is {_kinds(batch)}.{hint} For others give `Data(unpack=...)`, of a batch "
             "that returns (inputs, targets)."
         )
     return batch[0], batch[1]

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laplace_sampling.data.batches import batched, concatenate, constants, flaw_of, num_bytes, num_rows, take
-from laplace_sampling.data.digest import digest
+from laplace_sampling.data.batches import batched, concatenate, constants, digest, flaw_of, num_bytes, num_rows, take
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.random_state import PrivateRandomness
 from laplace_sampling.data.sources import (
@@ -75,9 +74,9 @@ class TrainingData:
 
     Attributes:
         num_data: `N`, counted, not taken from `len(dataset)`.
-        part: which data are those of this process.
+        part: which data are those of this process; `own_batches` begin there.
         batch_size: rows that go through the network together in a pass.
-        targets: `y` of the part, `[n, ...]`, or a dictionary of them.
+        targets: `y` of all data, `[N, ...]`, or a dictionary of them.
         in_order: whether data can be read in their order only, so that there are no mini-batches.
         ragged: whether the shapes of inputs differ from batch to batch, by padding.
 
@@ -126,13 +125,14 @@ class TrainingData:
         self.part = processes.part(self.num_data)
         # A batch is of the same size however many processes there are.
         self.batch_size = min(source.batch_size, self.num_data) if of_dataset else seen.largest
-        self.targets = _padded(read.targets or [seen.nothing[1]], seen.target_shapes, fill)
-        if not of_dataset:
-            check_alike(digest(("", y) for y in batched(self.targets)[0]), processes)
-            if processes.size > 1:  # a copy, not a view of all
-                self.targets = take(self.targets, torch.arange(self.part.start, self.part.stop))
+        own = _padded(read.targets or [seen.nothing[1]], seen.target_shapes, fill)
+        if of_dataset:
+            self.targets = _of_all(own, self.num_data, processes)
+        else:
+            check_alike(digest(("", y) for y in batched(own)[0]), processes)
+            self.targets = own
         in_memory = self.part if of_dataset else range(self.num_data)
-        self._inputs: Source | _InMemory | _Distributed = source
+        self._inputs: Source | _InMemory = source
         if read.inputs and not self.ragged:
             others = source if len(in_memory) < self.num_data else None
             self._inputs = _InMemory(concatenate(read.inputs), in_memory, others)
@@ -149,28 +149,17 @@ class TrainingData:
         data._inputs, data._reading = _InMemory(x, data.part), nullcontext
         return data
 
-    def with_inputs(self, x: Any, device: torch.device, each_its_own: bool) -> "TrainingData":
-        """These data with other inputs, in memory, and without targets.
+    def with_inputs(self, x: Any, device: torch.device) -> "TrainingData":
+        """These data with other inputs, in memory in each process, and without targets.
 
         Args:
-            x: those of this process; `None` if it has none.
+            x: those of the part of this process; `None` if it has none.
             device: where they are.
-            each_its_own: whether processes ask for inputs at the same time, each for others.
         """
         forms = self.processes.gathered(lambda: None if x is None else _on(take(x, slice(0)), torch.device("cpu")))
         if x is None:
             x = _on(next(form for form in forms if form is not None), device)
-        other = self.unlabelled(x, self.batch_size)
-        other.num_data, other.part, other.processes = self.num_data, self.part, self.processes
-        if self.processes.size > 1:
-            other._inputs = _Distributed(x, self.part, self.processes, each_its_own)
-        return other
-
-    def whole(self) -> "TrainingData":
-        """These data with all inputs in each process, so that one may ask for some alone."""
-        if not isinstance(self._inputs, _Distributed) or self._inputs.each_its_own:
-            return self
-        other = self.unlabelled(self.inputs(torch.arange(self.num_data)), self.batch_size)
+        other = self.unlabelled(_of_all(x, self.num_data, self.processes), self.batch_size)
         other.part, other.processes = self.part, self.processes
         return other
 
@@ -178,27 +167,21 @@ class TrainingData:
     def in_order(self) -> bool:
         return isinstance(self._inputs, Stream)
 
-    def all_targets(self) -> Any:
-        """`y` of all data, in each process."""
-        tensors, rebuild = batched(self.targets)
-        return rebuild([self.processes.all_rows(rows, self.num_data, self.part) for rows in tensors])
-
-    def targets_of(self, index: Tensor) -> Any:
-        """`y` of some data, the same in all processes."""
-        if self.processes.size == 1:
-            return take(self.targets, index)
-        tensors, rebuild = batched(self.targets)
-        return rebuild([self.processes.rows_at(rows, self.part, index) for rows in tensors])
-
     def own_batches(self) -> list[Tensor]:
         """The batches that begin in the part of this process."""
         batches = torch.arange(self.num_data).split(self.batch_size)
         return [batch for batch in batches if int(batch[0]) in self.part]
 
     def inputs(self, index: Tensor) -> Any:
-        """The inputs of some data, `[n, ...]`, for which all processes ask, or of own ones in `local_only`."""
+        """The inputs of some data, `[n, ...]`."""
         with self._reading():
             return self._inputs.inputs(index)
+
+
+def _of_all(x: Any, num_data: int, processes: Processes) -> Any:
+    """A batch of all data, from that of its part in each process."""
+    tensors, rebuild = batched(x)
+    return rebuild([processes.all_rows(rows, num_data) for rows in tensors])
 
 
 def _on(x: Any, device: torch.device) -> Any:
@@ -293,20 +276,6 @@ class _InMemory:
         if self.others is None or bool(inside.all()):
             return take(self.x, index - self.part.start)
         return self.others.inputs(index)
-
-
-class _Distributed:
-    """Inputs of which each process has those of its part, and sends them where others ask for them."""
-
-    def __init__(self, x: Any, part: range, processes: Processes, each_its_own: bool) -> None:
-        self.x, self.part, self.processes, self.each_its_own = x, part, processes, each_its_own
-
-    def inputs(self, index: Tensor) -> Any:
-        if self.processes.is_local:
-            return take(self.x, index - self.part.start)
-        requested, mine = self.processes.requests(index) if self.each_its_own else (index, slice(None))
-        tensors, rebuild = batched(self.x)
-        return rebuild([self.processes.rows_at(rows, self.part, requested)[mine] for rows in tensors])
 
 
 def _padded(targets: list[Any], shapes: Shapes, fill: int | None) -> Any:

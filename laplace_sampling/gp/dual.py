@@ -19,8 +19,7 @@ from torch import Tensor
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.mode_objective import ModeObjective
+from laplace_sampling.linear_model.linear_model import LinearModel, ModeObjective
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.solvers.krylov import CG

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.row_blocks import row_blocks
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, row_blocks
 from laplace_sampling.solvers.recorded import recorded
 
 

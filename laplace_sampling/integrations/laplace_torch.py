@@ -24,7 +24,7 @@ from laplace_sampling.data.training_data import Data
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.methods.method import Method
 from laplace_sampling.predictions.calibration import Calibration
 
@@ -93,11 +93,9 @@ class SampledLaplace(ParametricLaplace):
         self._loader: Any = None
         self._generator = torch.Generator().manual_seed(seed)
         self.linearised: LinearisedLaplace | None = None
-        # Files hold a plain string in place of laplace-torch's enumeration.
-        name = getattr(likelihood, "value", likelihood)
         super().__init__(
             model,
-            name,
+            likelihood,
             sigma_noise,
             prior_precision,
             prior_mean,
@@ -178,11 +176,6 @@ class SampledLaplace(ParametricLaplace):
         assert self.linearised is not None
         if self._hyperparameters() == self._fitted_at:
             return self.linearised
-        if self._loader is None:
-            raise NotFittedError(
-                "`prior_precision`, `sigma_noise` or `temperature` has changed, and a loaded posterior has no data to "
-                "be fitted to again: call `fit(train_loader)`."
-            )
         la = self._fit(False)
         if not torch.equal(la.network.weights, self.mean):
             raise ValueError("The weights of the network have changed since `fit(train_loader)`: call it again.")
@@ -272,24 +265,11 @@ class SampledLaplace(ParametricLaplace):
         return torch.tensordot(noise / math.sqrt(len(samples)), samples, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that predictions need, for `torch.load(..., weights_only=True)`; `"H"` is that of `linearised`."""
-        state = {**super().state_dict(), "H": self._posterior().state_dict()}
-        # A loop that maximises the evidence leaves the graph of its hyperparameters behind.
-        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a posterior from `state_dict`, for the same model; it predicts, and is not tuned any more.
-
-        Raises:
-            ValueError: if it is of another class, another likelihood or a network with other weights.
-        """
-        self.temperature = state_dict["temperature"]  # of which laplace-torch would warn
-        super().load_state_dict({**state_dict, "H": None})
-        self._loader = None
-        la = self._unfitted()
-        la.load_state_dict(state_dict["H"])
-        self._take_weights(la)
-        self._keep(la)
+        """Not there: `la.linearised.save(path)` writes a file that `LinearisedLaplace.load` reads."""
+        raise NotImplementedError(
+            '`hessian_structure="sampled"` has no state of its own: `la.linearised.save(path)`, and '
+            "`LinearisedLaplace.load(path, model)`."
+        )
 
 
 class SampledLastLayerLaplace(SampledLaplace):

@@ -243,17 +243,17 @@ class PeriodicFits:
             metric.reset()
         # Those that share out the weights predict together, of the same data.
         apart = la.network.shell.shards is None
-        part, all_targets = (data.part, data.targets) if apart else (range(data.num_data), data.all_targets())
+        part = data.part if apart else range(data.num_data)
         num_data = 0
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):
-            batch = batch[_have_targets(take(all_targets, batch - part.start), la.settings.likelihood.fill)]
+            batch = batch[_have_targets(take(data.targets, batch), la.settings.likelihood.fill)]
             if not len(batch):
                 continue
             num_data += len(batch)
             with processes.local_only() if apart else nullcontext():
                 x = data.inputs(batch)
             prediction = la.predict(x)
-            targets = take(all_targets, batch - part.start)
+            targets = take(data.targets, batch)
             for name, metric in metrics.items():
                 if name in streams:
                     shown: Any = getattr(prediction, "probs" if hasattr(prediction, "probs") else "mean")

@@ -10,7 +10,6 @@ does here.
 """
 
 import copy
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Self
@@ -49,8 +48,6 @@ _LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "binary": nn.functional.binary_cross_entropy_with_logits,
     "classification": nn.functional.cross_entropy,
 }
-_WIDTH = 50  # units of a layer of the default network
-_LARGEST_SEED = 2**31 - 1
 
 
 class _LaplaceEstimator(BaseEstimator):
@@ -80,7 +77,7 @@ class _LaplaceEstimator(BaseEstimator):
         self.random_state = random_state
 
     def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, regression: bool) -> Self:
-        seed = int(check_random_state(self.random_state).randint(_LARGEST_SEED))
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         name = type(self).__name__
         check_whole(f"`{name}(max_epochs=...)`", self.max_epochs, 0)
         check_positive(f"`{name}(lr=...)`", self.lr)
@@ -92,8 +89,6 @@ class _LaplaceEstimator(BaseEstimator):
             inputs = _inputs(network, x)
             with torch.no_grad():
                 outputs = network(inputs[:2])
-            if not isinstance(outputs, Tensor):
-                raise TypeError(f"The network must return a tensor, but returned a {type(outputs).__name__}: wrap it.")
             likelihood = "regression" if regression else "binary" if outputs[0].numel() == 1 else "classification"
             targets = self._targets(y, outputs, likelihood, num_outputs)
             self._train(network, inputs, targets, _LOSSES[likelihood])
@@ -114,26 +109,18 @@ class _LaplaceEstimator(BaseEstimator):
     def _made(self, x: np.ndarray, targets: np.ndarray | None, num_outputs: int) -> nn.Module:
         """The network before training, in evaluation mode: a copy of a module, or what a callable makes."""
         if self.network is None:
-            network = _default_network(x, num_outputs, targets)
-        elif isinstance(self.network, nn.Module):
-            network = copy.deepcopy(self.network)
-        else:
-            network = self.network(x[0].size, num_outputs) if callable(self.network) else self.network
-            if not isinstance(network, nn.Module):
-                raise TypeError(
-                    "The network must be a `torch.nn.Module` or a callable `(num_inputs, num_outputs) -> nn.Module`, "
-                    f"but {'the callable returned' if callable(self.network) else 'is'} a {type(network).__name__}."
-                )
-        return network.eval()
+            return _default_network(x, num_outputs, targets).eval()
+        if isinstance(self.network, nn.Module):
+            return copy.deepcopy(self.network).eval()
+        return self.network(x[0].size, num_outputs).eval()
 
     def _targets(self, y: np.ndarray, outputs: Tensor, likelihood: str, num_outputs: int) -> Tensor:
         """The targets in the shape of the outputs."""
         found = outputs[0].numel()
         if found != (1 if likelihood == "binary" and num_outputs == 2 else num_outputs):
-            what = "columns of targets" if likelihood == "regression" else "classes"
             raise ValueError(
-                f"`{type(self).__name__}.fit(X, y)`: the number of outputs of the network for each datum is {found}, "
-                f"but that of {what} in `y` is {num_outputs}."
+                f"`{type(self).__name__}.fit(X, y)`: the network has {found} outputs for each datum, but `y` needs "
+                f"{num_outputs}."
             )
         targets = torch.tensor(y).to(outputs.device)
         if likelihood == "classification":
@@ -331,9 +318,8 @@ class _Affine(nn.Module):
 def _default_network(x: np.ndarray, num_outputs: int, targets: np.ndarray | None) -> nn.Module:
     """Two layers between inputs, and targets if they are numbers, that are standardised inside the network."""
     mean, stddev = _moments(x)
-    widths = [len(mean), _WIDTH, _WIDTH]
-    hidden = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.SiLU())]
-    layers = [nn.Flatten(), _Affine(1 / stddev, -mean / stddev), *hidden, nn.Linear(_WIDTH, num_outputs)]
+    layers = [nn.Flatten(), _Affine(1 / stddev, -mean / stddev)]
+    layers += [nn.Linear(len(mean), 50), nn.SiLU(), nn.Linear(50, 50), nn.SiLU(), nn.Linear(50, num_outputs)]
     if targets is not None:
         mean, stddev = _moments(targets)
         layers.append(_Affine(stddev, mean))

@@ -11,6 +11,8 @@
 A function that has the name of its file is not listed: import it from the file.
 """
 
+from laplace_sampling.likelihoods.as_likelihood import likelihood_from_recipe as likelihood_from_recipe
+from laplace_sampling.likelihoods.as_likelihood import recipe_of_likelihood as recipe_of_likelihood
 from laplace_sampling.likelihoods.bernoulli import Bernoulli as Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical as Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian as Gaussian
@@ -19,6 +21,4 @@ from laplace_sampling.likelihoods.likelihood import Likelihood as Likelihood
 from laplace_sampling.likelihoods.measurement import Measurement as Measurement
 from laplace_sampling.likelihoods.multi_task import MultiTask as MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson as Poisson
-from laplace_sampling.likelihoods.recipes import likelihood_from_recipe as likelihood_from_recipe
-from laplace_sampling.likelihoods.recipes import recipe_of_likelihood as recipe_of_likelihood
 from laplace_sampling.likelihoods.weighted import Weighted as Weighted

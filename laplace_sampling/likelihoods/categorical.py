@@ -1,6 +1,5 @@
 """Labels of classes, one for each datum or for each of its positions (pixels, tokens)."""
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -9,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_sampling.data.batches import Layout
-from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError
+from laplace_sampling.likelihoods.labels import Labels
 from laplace_sampling.solvers.checks import check_whole
 
 # With fewer classes than this, torch's softmax on a CPU does not fill a vector register and handles them one by one.
@@ -26,7 +25,7 @@ def _softmax(f: Float[Tensor, "*K c"]) -> Float[Tensor, "*K c"]:
 
 
 @dataclass(frozen=True)
-class Categorical(Likelihood):
+class Categorical(Labels):
     r"""`y ~ softmax(f)` over `C` classes, at each position.
 
     `B = diag(p) − p pᵀ`, `L u = √p ⊙ (u − √p ⟨√p, u⟩)`.
@@ -47,8 +46,6 @@ class Categorical(Likelihood):
     ignore_index: int = -100
     shape: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     name: str = field(default="classification", init=False)
-
-    takes_missing = True
 
     def __post_init__(self) -> None:
         check_whole("`Categorical(class_dim=...)`", self.class_dim)
@@ -81,7 +78,6 @@ class Categorical(Likelihood):
         return self.class_dim if self.class_dim < 0 else self.class_dim - 1 - len(self.shape)
 
     def positions(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K S c"]:
-        """Flattened outputs with the classes last."""
         if self.shape is None:
             return f[..., None, :]
         moved = f.reshape(*f.shape[:-1], *self.shape).movedim(self._axis, -1)
@@ -89,7 +85,6 @@ class Categorical(Likelihood):
         return moved.reshape(*f.shape[:-1], f.shape[-1] // classes, classes)
 
     def flat(self, g: Float[Tensor, "*K S c"]) -> Float[Tensor, "*K C"]:
-        """The inverse of `positions`."""
         if self.shape is None:
             return g[..., 0, :]
         others = list(self.shape)
@@ -97,21 +92,21 @@ class Categorical(Likelihood):
         return g.reshape(*g.shape[:-2], *others, classes).movedim(-1, self._axis).flatten(-len(self.shape))
 
     def link(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C"]:
-        """Probabilities."""
         return self.flat(_softmax(self.positions(f)))
 
     def is_soft(self, y: Tensor) -> bool:
-        """Whether targets are probabilities of the classes, of which there are at least two: else there are labels."""
         width = y.shape[1:].numel()
         wide = width > 1 if self.shape is None else width == torch.Size(self.shape).numel()
         return wide and y.is_floating_point()  # columns of several heads are floating-point numbers, labels too
 
     def weights_of_classes(self, y: Tensor) -> Float[Tensor, "N S c"]:
-        """The probabilities of soft labels by positions; zero where they are missing."""
         return self.positions(y.reshape(len(y), y.shape[1:].numel())).nan_to_num()
 
-    def _labels(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels `[N, S]`, and which of them count; ignored labels are 0."""
+    def log_probs(self, f: Float[Tensor, "*K N C"]) -> Float[Tensor, "*K N S c"]:
+        # The logarithm of the softmax would be −∞ where a probability underflows.
+        return self.positions(f).log_softmax(-1)
+
+    def labels(self, y: Tensor) -> tuple[Tensor, Tensor]:
         labels = y.reshape(len(y), y.shape[1:].numel()).long()
         counts = labels != self.ignore_index
         # Indexing needs a valid label also where the result is then multiplied by zero.
@@ -123,49 +118,19 @@ class Categorical(Likelihood):
         return p if y is None else p * self.given(y)[..., None], self.positions(u)
 
     def given(self, y: Tensor) -> Bool[Tensor, "N S"]:
-        """Marks the labels that are not ignored."""
         if self.is_soft(y):
             return ~self.positions(y.reshape(len(y), y.shape[1:].numel())).isnan().any(-1)
-        return self._labels(y)[1]
+        return self.labels(y)[1]
 
     def observed(self, y: Tensor, num_outputs: int) -> Bool[Tensor, "N C"]:
         given = self.given(y)
         return self.flat(given[..., None].expand(*given.shape, num_outputs // given.shape[1]))
 
-    def losses(self, f: Float[Tensor, "*K N C"], y: Tensor) -> Float[Tensor, "*K N S"]:
-        """`−log p` of each label, 0 where it is ignored."""
-        if self.is_soft(y):
-            return -(self.weights_of_classes(y).to(f) * self.positions(f).log_softmax(-1)).sum(-1)
-        labels, counts = self._labels(y)
-        # The logarithm of the softmax would be −∞ where a probability underflows.
-        log_p = self.positions(f).log_softmax(-1)
-        chosen = log_p.gather(-1, labels.expand(log_p.shape[:-1])[..., None])[..., 0]
-        return -chosen.where(counts, 0)
-
-    def mean_losses(self, f: Float[Tensor, "K N C"], y: Tensor) -> Float[Tensor, "N S"]:
-        """`−log (1/K) Σ_k p` of each label by itself; of a soft one the mean over its classes."""
-        if not self.is_soft(y):
-            return math.log(len(f)) - (-self.losses(f, y)).logsumexp(0)
-        logs = self.positions(f).log_softmax(-1).logsumexp(0) - math.log(len(f))
-        return -(self.weights_of_classes(y).to(logs) * logs).sum(-1)
-
-    def log_parts(self, f: Float[Tensor, "K N C"], y: Tensor) -> Float[Tensor, "K N j"]:
-        positions = self.positions(f)
-        if positions.shape[-2] > 1 or not self.is_soft(y):
-            return super().log_parts(f, y)
-        return positions[..., 0, :].log_softmax(-1)
-
-    def together(self, logs: Float[Tensor, "N j"], y: Tensor) -> Float[Tensor, " N"]:
-        return logs[:, 0] if logs.shape[1] == 1 else (self.weights_of_classes(y)[:, 0].to(logs) * logs).sum(-1)
-
-    def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.losses(f, y).sum(-1)
-
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         p = self.positions(f).softmax(-1)
         if self.is_soft(y):
             return self.flat((p - self.weights_of_classes(y).to(p)) * self.given(y)[..., None])
-        labels, counts = self._labels(y)
+        labels, counts = self.labels(y)
         index = labels.expand(p.shape[:-1])[..., None]
         # `p − onehot(y)`, without the memory of a one-hot tensor.
         return self.flat(p.scatter_add(-1, index, torch.full_like(p[..., :1], -1)) * counts[..., None])
@@ -248,9 +213,7 @@ class Categorical(Likelihood):
     def _check_label_range(self, classes: int, y: Tensor) -> None:
         labels = y[y != self.ignore_index]
         if not labels.numel():
-            raise NothingToLearnError(
-                f"All labels are ignore_index={self.ignore_index}: there is nothing to learn from."
-            )
+            return
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= classes:
             raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vjp, vmap
 
 from laplace_sampling.data.batches import Layout
-from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.solvers.placement import normal
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -125,7 +125,7 @@ class LossLikelihood(Likelihood):
         if y.dim() == 0 or len(y) != output_shape[0]:
             raise ValueError(f"There are targets of shape {list(y.shape)} for outputs of shape {list(output_shape)}.")
         if not len(y):
-            raise NothingToLearnError("There are no targets.")
+            return
         outputs = torch.zeros(output_shape[1:], device=y.device).requires_grad_()
         try:
             value = self.function(outputs, y[0])
@@ -159,7 +159,7 @@ class LossLikelihood(Likelihood):
         # `Lu` of a random `u` is zero only if all Hessians are; `root` also raises where one is indefinite.
         probe = normal(*f.shape, seed=0, dtype=f.dtype, device=f.device)
         if not bool(self.root(f, probe, y).any()):
-            raise NothingToLearnError(
+            raise ValueError(
                 f"The loss of likelihood {self.name!r} has no curvature in the outputs at any datum: its Hessian is 0 "
                 f"in {f.dtype}, so that these outputs say nothing of the weights. Give a loss that is no straight line "
                 "there, such as a Huber loss of a larger `delta` for an absolute error, and detach nothing in it."

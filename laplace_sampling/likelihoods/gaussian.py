@@ -9,13 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, masked, residuals
+from laplace_sampling.likelihoods.likelihood import DiagonalLikelihood, check_target_shape, residuals
 from laplace_sampling.likelihoods.measurement import Observation, check_observation
 from laplace_sampling.solvers.checks import as_numbers, check_flag
 
 
 @dataclass(frozen=True)
-class Gaussian(Likelihood):
+class Gaussian(DiagonalLikelihood):
     r"""`y ~ N(f, diag(b)⁻¹)`: `ℓ = ½ b‖y − f‖² − ½ log b + ½ log 2π`, `B = diag(b)`.
 
     A target of NaN is missing: its output counts nowhere.
@@ -30,7 +30,7 @@ class Gaussian(Likelihood):
 
     noise_precision: Tensor | float = 1.0
     learn: bool = True
-    observe: Observation | None = field(default=None, repr=False, compare=False, kw_only=True)
+    observe: Observation = field(default=None, repr=False, compare=False, kw_only=True)
     # Whether some data have targets at some of their outputs only, so that `B` differs between data; fits set it.
     partly: bool = field(default=False, repr=False, compare=False, kw_only=True)
     name: str = field(default="regression", init=False)
@@ -79,13 +79,8 @@ class Gaussian(Likelihood):
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return self.precision(f) * residuals(f, y)[0]
 
-    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
-        return masked(self.precision(u), y) * u
-
-    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
-        return masked(self.precision(u).sqrt(), y) * u
-
-    root_transpose = root
+    def diagonal(self, f: Tensor) -> Tensor:
+        return self.precision(f)
 
     def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
         if not y.is_floating_point():

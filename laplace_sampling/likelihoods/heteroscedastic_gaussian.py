@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, has_targets, residuals
+from laplace_sampling.likelihoods.likelihood import DiagonalLikelihood, check_target_shape, has_targets, residuals
 
 
 @dataclass(frozen=True)
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(DiagonalLikelihood):
     r"""`y ~ N(m, diag(eˢ))` for outputs `f = (m, s)`: axis 1 of `[N, 2D, ...]` holds `D` means, then `D` log variances.
 
     `ℓ = ½ (y − m)² e⁻ˢ + ½ s + ½ log 2π`, summed over `D`. Its Hessian is indefinite; `B` is its mean over `y`, the
@@ -34,18 +34,9 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([error * precision, (0.5 - 0.5 * error**2 * precision).where(given, 0)], dim=-1)
 
     # The Fisher matrix is diagonal: mean and log variance are orthogonal parameters of a normal distribution.
-    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
-        s = f.chunk(2, -1)[1].to(u)
-        return self._masked(torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1), y) * u
-
-    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
-        s = f.chunk(2, -1)[1].to(u)
-        return self._masked(torch.cat([(-s / 2).exp(), torch.full_like(s, 0.5**0.5)], dim=-1), y) * u
-
-    root_transpose = root
-
-    def _masked(self, diagonal: Tensor, y: Tensor | None) -> Tensor:
-        return diagonal if y is None else diagonal.where(self.observed(y, diagonal.shape[-1]), 0)
+    def diagonal(self, f: Tensor) -> Tensor:
+        s = f.chunk(2, -1)[1]
+        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1)
 
     def observed(self, y: Tensor, num_outputs: int) -> Bool[Tensor, "N C"]:
         given = has_targets(y)

@@ -17,10 +17,6 @@ from torch import Tensor
 from laplace_sampling.data.batches import Layout
 
 
-class NothingToLearnError(ValueError):
-    """Targets fit, but they say nothing of the weights."""
-
-
 class Likelihood(ABC):
     """`p(y | f)` for outputs `f` of a network; to write one, give the six abstract methods below.
 
@@ -110,13 +106,13 @@ class Likelihood(ABC):
             )
         return self
 
-    def prepare(self, layout: Layout, y: Any, silent: list[str] | None = None) -> "tuple[Likelihood, Tensor]":
+    def prepare(self, layout: Layout, y: Any, *, some_given: bool = True) -> "tuple[Likelihood, Tensor]":
         """The likelihood of flattened outputs, and the targets in the form that it takes.
 
         Args:
             layout: of the outputs.
             y: targets.
-            silent: for a part of the targets; why they say nothing is added to it, in place of an error.
+            some_given: whether there must be a target.
 
         Raises:
             TypeError, ValueError: if targets do not fit.
@@ -136,13 +132,9 @@ class Likelihood(ABC):
                 f"Targets contain NaN, but the likelihood {self.name!r} has no missing targets: clean the data first. "
                 "A loss of your own takes another mark, as `torch.where(y == mark, 0, loss)`."
             )
-        try:
-            self.check_targets(torch.Size((len(y), *layout.shape)), y)
-            check_some_given(self, y)
-        except NothingToLearnError as error:
-            if silent is None:
-                raise
-            silent.append(str(error))
+        self.check_targets(torch.Size((len(y), *layout.shape)), y)
+        if some_given:
+            check_some_given(bound, y, layout.size)
         return bound, y
 
     def check_curvature(self, f: Float[Tensor, "N C"], y: Tensor) -> None:  # noqa: B027
@@ -154,21 +146,9 @@ class Likelihood(ABC):
             return torch.ones(len(y), num_outputs, dtype=torch.bool, device=y.device)
         return has_targets(y)
 
-    # A mean over samples of one likelihood is not a sum over those of the labels that a soft one is made of.
-    def log_parts(self, f: Float[Tensor, "K N C"], y: Tensor) -> Float[Tensor, "K N j"]:
-        """`log p(y_j | f)` of all `y_j` that a target is made of: of itself, or of each class of a soft label."""
-        return -self.loss(f, y)[..., None]
-
-    def together(self, logs: Float[Tensor, "N j"], y: Tensor) -> Float[Tensor, " N"]:
-        """The log probability of targets from that of what they are made of, as by `log_parts`."""
-        return logs[:, 0]
-
     def mean_log_prob(self, f: Float[Tensor, "K N C"], y: Tensor) -> Float[Tensor, " N"]:
-        """`log (1/K) Σ_k p(y_n | f_kn)`, joint over the outputs of a datum.
-
-        Of one soft label it is the mean over its classes.
-        """
-        return self.together(self.log_parts(f, y).logsumexp(0) - math.log(len(f)), y)
+        """`log (1/K) Σ_k p(y_n | f_kn)`, joint over the outputs of a datum."""
+        return (-self.loss(f, y)).logsumexp(0) - math.log(len(f))
 
     def rank(self, num_outputs: int) -> int:
         """An upper bound on the rank of `B`."""
@@ -197,6 +177,28 @@ class Likelihood(ABC):
         return self.root(f, white.to(f.device), y)
 
 
+class DiagonalLikelihood(Likelihood):
+    """A likelihood of outputs that are independent given the network: its curvature is `B = diag(b(f))`."""
+
+    @abstractmethod
+    def diagonal(self, f: Float[Tensor, "N C"]) -> Float[Tensor, "*N C"]:
+        """`b(f)`, in the dtype of the outputs."""
+
+    def _observed_diagonal(self, f: Tensor, u: Tensor, y: Tensor | None) -> Tensor:
+        # Not a product: where a rate overflows it would be NaN.
+        diagonal = self.diagonal(f.to(u))
+        return diagonal if y is None else diagonal.where(self.observed(y, f.shape[-1]), 0)
+
+    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        return self._observed_diagonal(f, u, y) * u
+
+    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        return self._observed_diagonal(f, u, y).sqrt() * u
+
+    def root_transpose(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.root(f, u, y)
+
+
 def has_targets(y: Tensor) -> Bool[Tensor, "N C"]:
     """Marks the targets that are not NaN."""
     return ~y.reshape(len(y), y.shape[1:].numel()).isnan()
@@ -209,17 +211,12 @@ def residuals(f: Float[Tensor, "*K N C"], y: Tensor) -> tuple[Float[Tensor, "*K 
     return (f - y).where(given, 0), given
 
 
-def masked(diagonal: Tensor, y: Tensor | None) -> Tensor:
-    """The diagonal of `B`, zero where there is no target."""
-    # Not a product: where a rate overflows it would be NaN.
-    return diagonal if y is None else diagonal.where(has_targets(y), 0)
-
-
-def check_some_given(likelihood: Likelihood, y: Tensor) -> None:
+def check_some_given(likelihood: Likelihood, y: Tensor, num_outputs: int) -> None:
     """Raise if all targets are missing."""
-    if likelihood.takes_missing and y.is_floating_point() and not bool(has_targets(y).any()):
-        raise NothingToLearnError(
-            "All targets are NaN, which says that they are missing: there is nothing to learn from."
+    if not bool(likelihood.observed(y, num_outputs).any()):
+        mark = "" if likelihood.fill is None else f" or ignore_index={likelihood.fill}"
+        raise ValueError(
+            f"All targets are NaN{mark}, which says that they are missing: there is nothing to learn from."
         )
 
 

@@ -1,109 +1,40 @@
 r"""Linear measurements of the outputs, `y = T f(x) + noise`, as in inverse problems (thesis eq. 7.1, 7.5–7.6)."""
 
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from linear_operator import LinearOperator
-
-# A random test of `⟨Tf, u⟩ = ⟨f, Tᵀu⟩` fails above this multiple of the machine precision, relative to `‖Tf‖‖u‖`. Dense
-# matrices, convolutions and cumulative sums in float32 differed by at most 0.5: half or twice it changes nothing.
-_ADJOINT_ROUNDING = 1e3
+Function: TypeAlias = Callable[[Tensor], Tensor]
+# What users may give for `T`: a matrix, a LinearOperator (which is not imported here, as that takes seconds), or a pair
+# of functions.
+Observation: TypeAlias = Any
 
 
-class Measurement(ABC):
+@dataclass(frozen=True)
+class Measurement:
     """`T`, `[m, n]`, by its products with stacks of rows.
 
     Attributes:
         shape: `(m, n)`.
+        forward: `T f` of the rows of a matrix.
+        backward: `Tᵀ u` of the rows of a matrix.
     """
 
     shape: tuple[int, int]
+    forward: Function
+    backward: Function
 
-    @abstractmethod
     def apply(self, f: Float[Tensor, "*K n"]) -> Float[Tensor, "*K m"]:
         """`T f`."""
+        return self.forward(f.reshape(-1, f.shape[-1])).reshape(*f.shape[:-1], self.shape[0])
 
-    @abstractmethod
     def adjoint(self, u: Float[Tensor, "*K m"]) -> Float[Tensor, "*K n"]:
         """`Tᵀ u`."""
-
-
-# What users may give for `T`. `X | Y` would need the class of a LinearOperator here.
-Observation: TypeAlias = Union[
-    Measurement, Tensor, "LinearOperator", tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-]
-
-
-@dataclass(frozen=True)
-class _Matrix(Measurement):
-    matrix: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.matrix.shape[0], self.matrix.shape[1]
-
-    def apply(self, f: Tensor) -> Tensor:
-        return self._product(self.matrix, f)
-
-    def adjoint(self, u: Tensor) -> Tensor:
-        return self._product(self.matrix.T, u)
-
-    @staticmethod
-    def _product(matrix: Tensor, rows: Tensor) -> Tensor:
-        stack = rows.reshape(-1, rows.shape[-1])
-        # Sparse matrices multiply from the left only.
-        return (matrix.to(stack) @ stack.T).T.reshape(*rows.shape[:-1], len(matrix))
-
-
-@dataclass(frozen=True)
-class _Linear(Measurement):
-    operator: "LinearOperator"
-
-    @property
-    def shape(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.operator.shape[-2], self.operator.shape[-1]
-
-    def apply(self, f: Tensor) -> Tensor:
-        return self._product(self.operator, f)
-
-    def adjoint(self, u: Tensor) -> Tensor:
-        return self._product(self.operator.mT, u)
-
-    @staticmethod
-    def _product(operator: "LinearOperator", rows: Tensor) -> Tensor:
-        # An operator has a dtype and a device, and takes no others: the rows are converted, and the product back.
-        stack = rows.reshape(-1, rows.shape[-1]).to(operator.device, operator.dtype)
-        product = operator @ stack.T.contiguous()
-        assert isinstance(product, Tensor)
-        return product.T.reshape(*rows.shape[:-1], operator.shape[-2]).to(rows)
-
-
-@dataclass(frozen=True)
-class _Callables(Measurement):
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor], Tensor]
-    shape: tuple[int, int]
-    dtype: torch.dtype
-
-    def apply(self, f: Tensor) -> Tensor:
-        return self._rows(self.forward, f, self.shape[0])
-
-    def adjoint(self, u: Tensor) -> Tensor:
-        return self._rows(self.backward, u, self.shape[1])
-
-    def _rows(self, function: Callable[[Tensor], Tensor], rows: Tensor, length: int) -> Tensor:
-        # The functions take vectors in the dtype of the network, but products may be in float64.
-        stack = rows.reshape(-1, rows.shape[-1]).to(self.dtype)
-        values = torch.stack([function(row).reshape(-1) for row in stack]) if len(stack) else rows.new_zeros(0)
-        return values.reshape(*rows.shape[:-1], length).to(rows.dtype)
+        return self.backward(u.reshape(-1, u.shape[-1])).reshape(*u.shape[:-1], self.shape[1])
 
 
 def as_measurement(T: Observation, num_outputs: int, dtype: torch.dtype = torch.float64) -> Measurement:
@@ -121,36 +52,36 @@ def as_measurement(T: Observation, num_outputs: int, dtype: torch.dtype = torch.
         ValueError: if it is a tensor but no matrix, or if the functions are not adjoint.
     """
     check_observation(T)
-    if isinstance(T, Measurement):
-        return T
-    if _is_linear_operator(T):
-        return _Linear(cast("LinearOperator", T))
-    if isinstance(T, Tensor):
-        return _Matrix(T.detach() if T.layout in (torch.strided, torch.sparse_coo) else T.detach().to_sparse_coo())
-    return _from_functions(*cast("tuple[Any, Any]", T), num_outputs, dtype)
+    if isinstance(T, tuple):
+        forward, adjoint = cast("tuple[Function, Function]", T)
+        return _of_functions(forward, adjoint, num_outputs, dtype)
+    matrix = T.detach()
+    if isinstance(T, Tensor) and T.layout not in (torch.strided, torch.sparse_coo):
+        matrix = matrix.to_sparse_coo()
+
+    # Sparse matrices and operators multiply from the left only.
+    def product(matrix: Any, rows: Tensor) -> Tensor:
+        return (matrix.to(rows.device, rows.dtype) @ rows.T.contiguous()).T
+
+    return Measurement(
+        (matrix.shape[0], matrix.shape[1]), lambda f: product(matrix, f), lambda u: product(matrix.mT, u)
+    )
 
 
-def check_observation(T: Any) -> None:
+def check_observation(T: Observation) -> None:
     """Raise if there is no measurement that is given so; `None` is none."""
-    if isinstance(T, Tensor) and T.dim() != 2:
-        raise ValueError(f"`observe=T` needs a matrix [m, n], but got a tensor of shape {list(T.shape)}.")
-    pair = isinstance(T, tuple) and len(T) == 2 and all(map(callable, T))
-    if not (T is None or pair or isinstance(T, Measurement | Tensor) or _is_linear_operator(T)):
+    is_matrix = all(hasattr(T, name) for name in ("shape", "detach", "__matmul__"))
+    is_pair = isinstance(T, tuple) and [callable(part) for part in cast("tuple[Any, ...]", T)] == [True, True]
+    if not (T is None or is_pair or is_matrix):
         raise TypeError(
             "`observe=T` needs a matrix, a LinearOperator or a pair of functions (forward, adjoint), but got "
             f"{type(T).__name__}."
         )
+    if is_matrix and len(shape := list(cast("Any", T).shape)) != 2:
+        raise ValueError(f"`observe=T` needs a matrix [m, n], but got a tensor of shape {shape}.")
 
 
-def _is_linear_operator(T: Any) -> bool:
-    # A user who has a LinearOperator has imported its package; importing it here would cost all others seconds.
-    package = sys.modules.get("linear_operator")
-    return package is not None and isinstance(T, package.LinearOperator)
-
-
-def _from_functions(
-    forward: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], num_outputs: int, dtype: torch.dtype
-) -> Measurement:
+def _of_functions(forward: Function, adjoint: Function, num_outputs: int, dtype: torch.dtype) -> Measurement:
     generator = torch.Generator().manual_seed(0)
     f = torch.randn(num_outputs, generator=generator, dtype=torch.float64).to(dtype)
     measured = forward(f).reshape(-1)
@@ -161,17 +92,19 @@ def _from_functions(
             f"`observe=(forward, adjoint)`: the adjoint of a vector [{len(u)}] has {len(back)} entries, but the "
             f"outputs have {num_outputs}."
         )
-    _check_adjoint(f, measured, u, back)
-    return _Callables(forward, adjoint, (len(measured), num_outputs), dtype)
-
-
-def _check_adjoint(f: Tensor, measured: Tensor, u: Tensor, back: Tensor) -> None:
-    """Raise unless `⟨Tf, u⟩ = ⟨f, Tᵀu⟩` up to rounding, with `measured = Tf` and `back = Tᵀu`."""
     in_measurements, in_outputs = float(measured.double() @ u.double()), float(f.double() @ back.double())
     size = float(measured.double().norm() * u.double().norm())
-    rounding = _ADJOINT_ROUNDING * torch.finfo(f.dtype).eps
-    if abs(in_measurements - in_outputs) > rounding * max(size, 1e-300):
+    # Dense matrices, convolutions and cumulative sums in float32 differed by at most half a unit of rounding.
+    if abs(in_measurements - in_outputs) > 1e3 * torch.finfo(dtype).eps * max(size, 1e-300):
         raise ValueError(
             f"`observe=(forward, adjoint)`: they are not adjoint, ⟨Tf, u⟩ = {in_measurements:.6g} but "
             f"⟨f, Tᵀu⟩ = {in_outputs:.6g} for random f and u; or the first is not linear."
         )
+
+    def product(function: Function, rows: Tensor, length: int) -> Tensor:
+        # The functions take vectors in the dtype of the network, but products may be in float64.
+        values = [function(row).reshape(-1) for row in rows.to(dtype)]
+        return torch.stack(values).to(rows.dtype) if values else rows.new_zeros(0, length)
+
+    shape = (len(measured), num_outputs)
+    return Measurement(shape, lambda f: product(forward, f, shape[0]), lambda u: product(adjoint, u, shape[1]))

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from laplace_sampling.data.batches import Layout
+from laplace_sampling.data.batches import Layout, flattened
 from laplace_sampling.likelihoods.likelihood import Likelihood
 
 
@@ -51,18 +51,11 @@ class MultiTask(Likelihood):
             )
 
     @property
-    def likelihoods(self) -> dict[str, Likelihood]:
-        """The likelihoods by head, in the order of the outputs once that is known."""
-        # The network's order, in which outputs are flattened, need not be that of the user's dictionary.
-        order = self.heads if self.layout is None else self.layout.names
-        return {name: self.heads[name] for name in order}
-
-    @property
     def takes_missing(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(head.takes_missing for head in self.heads.values())
 
     def settings(self) -> dict[str, Any]:
-        return {"heads": self.likelihoods}
+        return {"heads": self.heads}
 
     def bind(self, layout: Layout) -> "MultiTask":
         if set(layout.names) != set(self.heads):
@@ -71,18 +64,23 @@ class MultiTask(Likelihood):
                 f"The likelihood has the heads {list(self.heads)}, but the model returns {returned}. Give a likelihood "
                 "for each head; to leave some out, wrap the model in a module that returns the others only."
             )
+        # The network's order, in which outputs are flattened, need not be that of the user's dictionary.
         bound = {name: self.heads[name].bind(Layout.single(shape)) for name, shape in layout.heads}
         return replace(self, heads=bound, layout=layout)
 
-    def prepare(self, layout: Layout, y: Any, silent: list[str] | None = None) -> "tuple[MultiTask, Tensor]":
+    def prepare(self, layout: Layout, y: Any, *, some_given: bool = True) -> "tuple[MultiTask, Tensor]":
         bound = self.bind(layout)
         if not isinstance(y, Mapping) or set(y) != set(self.heads):
             given = list(y) if isinstance(y, Mapping) else f"a {type(y).__name__}"
             raise ValueError(f"Targets must be a dictionary with the heads {layout.names}, but are {given}.")
         # Each head checks its own targets, so that an error names the head.
-        columns = [
-            _columns(name, bound.heads[name], Layout.single(shape), y[name], silent) for name, shape in layout.heads
-        ]
+        columns: list[Tensor] = []
+        for name, shape in layout.heads:
+            try:
+                targets = self.heads[name].prepare(Layout.single(shape), y[name], some_given=some_given)[1]
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"Head {name!r}: {error}") from None
+            columns.append(flattened(targets).double())
         return replace(bound, widths=tuple(part.shape[1] for part in columns)), torch.cat(columns, dim=1)
 
     def _parts(self, *flat: Tensor, y: Tensor | None) -> list[tuple[Any, ...]]:
@@ -90,7 +88,7 @@ class MultiTask(Likelihood):
         assert self.layout is not None
         columns = [tensor.split(self.layout.sizes, dim=-1) for tensor in flat]
         targets = [None] * len(self.heads) if y is None else y.split(self.widths, dim=-1)
-        return list(zip(self.likelihoods.values(), *columns, targets, strict=True))
+        return list(zip(self.heads.values(), *columns, targets, strict=True))
 
     # Heads are independent given the outputs: losses add up, and `B` and its root are block diagonal.
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
@@ -117,21 +115,9 @@ class MultiTask(Likelihood):
 
     def observed(self, y: Tensor, num_outputs: int) -> Bool[Tensor, "N C"]:
         assert self.layout is not None
-        parts = zip(self.likelihoods.values(), y.split(self.widths, dim=-1), self.layout.sizes, strict=True)
+        parts = zip(self.heads.values(), y.split(self.widths, dim=-1), self.layout.sizes, strict=True)
         return torch.cat([head.observed(t, size) for head, t, size in parts], dim=1)
 
     def rank(self, num_outputs: int) -> int:
         assert self.layout is not None
-        return sum(head.rank(size) for head, size in zip(self.likelihoods.values(), self.layout.sizes, strict=True))
-
-
-def _columns(name: str, head: Likelihood, layout: Layout, y: Any, silent: list[str] | None) -> Tensor:
-    """The targets of one head as columns."""
-    reasons: list[str] | None = None if silent is None else []
-    try:
-        targets = head.prepare(layout, y, reasons)[1]
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"Head {name!r}: {error}") from None
-    if silent is not None and reasons:
-        silent.extend(f"Head {name!r}: {reason}" for reason in reasons)
-    return targets.reshape(len(targets), targets.shape[1:].numel()).double()
+        return sum(head.rank(size) for head, size in zip(self.heads.values(), self.layout.sizes, strict=True))

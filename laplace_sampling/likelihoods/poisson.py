@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, has_targets, masked
+from laplace_sampling.likelihoods.likelihood import DiagonalLikelihood, check_target_shape, residuals
 
 
 @dataclass(frozen=True)
-class Poisson(Likelihood):
+class Poisson(DiagonalLikelihood):
     r"""Counts `y_c ~ Poisson(exp f_c)`, outputs the logarithms of rates: `ℓ = eᶠ − y f + log y!`, `B = diag(eᶠ)`.
 
     A count of NaN is missing: its output counts nowhere.
@@ -26,16 +26,10 @@ class Poisson(Likelihood):
         return (f.exp() - y * f + torch.lgamma(y + 1)).where(given, 0).sum(-1)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        return (f.exp() - y.reshape(f.shape[-2:]).to(f)).where(has_targets(y), 0)
+        return residuals(f.exp(), y)[0]
 
-    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
-        return masked(f.exp(), y).to(u) * u
-
-    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
-        # `√eᶠ` as `e^{f/2}` overflows later.
-        return masked((f / 2).exp(), y).to(u) * u
-
-    root_transpose = root
+    def diagonal(self, f: Tensor) -> Tensor:
+        return f.exp()
 
     def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
         check_target_shape("Count", output_shape, y)

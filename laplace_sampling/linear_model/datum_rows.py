@@ -7,19 +7,13 @@ convolutions and normalisations, are formed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.networks.layers import Outer
 from laplace_sampling.solvers.recorded import recorded
-
-if TYPE_CHECKING:
-    from laplace_sampling.linear_model.features import Features
-    from laplace_sampling.networks.layers import Outer
-
-__all__ = ["DatumRows", "datum_rows", "inner_products"]
 
 # Columns that are copied to float64 together: half and twice change memory only.
 _COLUMNS = 2048
@@ -39,10 +33,10 @@ class DatumRows:
     size: int
     formed: Float[Tensor, "n p"]
     places: Tensor | None = None
-    outer: "Sequence[Outer]" = ()
+    outer: Sequence[Outer] = ()
 
     @classmethod
-    def of_layers(cls, size: int, layers: "Sequence[Outer]") -> "DatumRows":
+    def of_layers(cls, size: int, layers: Sequence[Outer]) -> "DatumRows":
         """The rows of layers that hold all weights; a single row of weights is formed."""
         rows = [(index[0], g * a) for index, g, a in layers if len(index) == 1]
         n, like = len(layers[0][1]), layers[0][1]
@@ -112,14 +106,6 @@ class DatumRows:
         for (_, g, a), (_, h, b) in zip(self.outer, other.outer, strict=True):
             total += (g.double() @ h.double().T) * (a.double() @ b.double().T)
         return total
-
-
-def datum_rows(features: "Features", u: Float[Tensor, "n C"], batch: Tensor) -> DatumRows:
-    """`φ_iᵀu_i` of each datum of a batch, by layers of the network where that is possible."""
-    layers = features.vjp_by_layers(u, batch)
-    if layers is None:
-        return DatumRows(features.size, features.vjp_each(u, batch))
-    return DatumRows.of_layers(features.size, layers)
 
 
 def inner_products(left: Float[Tensor, "n p"], right: Float[Tensor, "m p"]) -> Float[Tensor, "n m"]:

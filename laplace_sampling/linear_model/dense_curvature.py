@@ -1,11 +1,7 @@
 r"""Dense curvature, `M` itself by its eigenvectors: exact, where weights are few and data many.
 
 `M = Σᵢ φᵢᵀ Bᵢ φᵢ` is a sum over data, so one pass over blocks of their rows gives it, and no Jacobian is held.
-`HeldCurvatures` keeps the last ones for those who ask for the same `M` again.
 """
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -13,15 +9,6 @@ from torch import Tensor
 
 from laplace_sampling.solvers.lapack import accurate_factor, symmetric_eigen
 from laplace_sampling.solvers.preconditioners import Factored
-
-if TYPE_CHECKING:
-    from laplace_sampling.linear_model.ggn import GGN
-
-__all__ = ["DenseCurvature", "HeldCurvatures"]
-
-# One at the outputs of the network and one at those of the mode. With one, a fit with the curvature at the network
-# accumulates both twice as often; more are never asked for.
-_MOST_HELD = 2
 
 
 class DenseCurvature(Factored):
@@ -62,16 +49,6 @@ class DenseCurvature(Factored):
                 "The curvature is not finite: the Jacobian products of the model contain NaN or infinity."
             )
         return cls(matrix.double(), passes)
-
-    @classmethod
-    def accumulated(cls, ggn: "GGN") -> "DenseCurvature":
-        """`M` of a linear model, by `GGN.accumulated`.
-
-        Raises:
-            FloatingPointError: if it contains NaN or infinity.
-        """
-        # A pass is a JVP and a VJP of all data.
-        return cls.of(ggn.accumulated(), ggn.features.num_outputs / 2)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "DenseCurvature":
@@ -163,7 +140,7 @@ class DenseCurvature(Factored):
 
     def _is_free(self, shift: float | Tensor) -> bool:
         """Whether the decomposition of `M` is known and serves this shift."""
-        return self.decomposed and _as_number(shift) is not None
+        return self.decomposed and as_number(shift) is not None
 
     def _decomposition(self) -> tuple[Tensor, Tensor]:
         if self._eigen is None:
@@ -172,7 +149,7 @@ class DenseCurvature(Factored):
 
     def _at(self, shift: float | Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of `M + shift`."""
-        number = _as_number(shift)
+        number = as_number(shift)
         if number is not None:
             return self.spectrum + number, self.vectors
         assert isinstance(shift, Tensor)
@@ -184,69 +161,7 @@ class DenseCurvature(Factored):
         return self._shifted[1:]
 
 
-@dataclass(frozen=True)
-class _Held:
-    """`M` of a linear model, and `diag(s) M diag(s)` for the last `s`."""
-
-    ggn: "GGN"
-    scale: Float[Tensor, " P"] | None
-    plain: DenseCurvature
-    scaled: DenseCurvature
-
-    @classmethod
-    def of(cls, ggn: "GGN", scale: Tensor | None, plain: DenseCurvature) -> "_Held":
-        return cls(ggn, scale, plain, plain if scale is None else plain.congruent(scale))
-
-    def at(self, ggn: "GGN", scale: Tensor | None) -> "_Held | None":
-        """Returns the matrix for another scale and a multiple of `M`, if it is one."""
-        factor = _ratio(ggn, self.ggn)
-        if factor is None:
-            return None
-        if factor == 1 and _same(scale, self.scale):
-            return self
-        plain = self.plain.times(factor)
-        if not _same(scale, self.scale):
-            return self.of(ggn, scale, plain)
-        return _Held(ggn, scale, plain, plain if self.scaled is self.plain else self.scaled.times(factor))
-
-
-class HeldCurvatures:
-    """The last few `M` of some features: a regression asks for one again and again, others for two in turn."""
-
-    def __init__(self) -> None:
-        self._held: list[_Held] = []
-
-    def of(self, ggn: "GGN", scale: Float[Tensor, " P"] | None) -> DenseCurvature:
-        """`diag(s) M diag(s)`; `M` is accumulated unless it, or a multiple of it, is held."""
-        for number, known in enumerate(self._held):
-            found = known.at(ggn, scale)
-            if found is not None:
-                del self._held[number]
-                break
-        else:
-            # The memory of the oldest is free before another one is made.
-            del self._held[_MOST_HELD - 1 :]
-            found = _Held.of(ggn, scale, DenseCurvature.accumulated(ggn))
-        self._held.insert(0, found)
-        return found.scaled
-
-
-def _ratio(ggn: "GGN", held: "GGN") -> float | None:
-    """The number by which `M` differs from one of the same features, if there is one that is known."""
-    likelihood, other = ggn.likelihood, held.likelihood
-    if likelihood.quadratic and other.quadratic:
-        precisions, others = likelihood.noise_precisions(), other.noise_precisions()
-        assert precisions is not None
-        assert others is not None
-        return _as_number((precisions / others).reshape(-1))
-    return 1.0 if likelihood is other and ggn.is_at(held.outputs) else None
-
-
-def _same(scale: Tensor | None, other: Tensor | None) -> bool:
-    return scale is other or (scale is not None and other is not None and torch.equal(scale, other))
-
-
-def _as_number(shift: float | Tensor) -> float | None:
+def as_number(shift: float | Tensor) -> float | None:
     """A shift that is the same for all weights; else `None`."""
     if not isinstance(shift, Tensor) or shift.dim() == 0:
         return float(shift)

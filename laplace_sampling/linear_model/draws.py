@@ -8,10 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.ggn import WhiteNoise
-
-__all__ = ["Draws", "SeededNoise", "Stream"]
-
 
 @unique
 class Stream(IntEnum):
@@ -50,8 +46,8 @@ def _normal(shape: tuple[int, ...], *key: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-class SeededNoise(WhiteNoise):
-    """Standard normal `z`, `[K, N, C]`, generated when needed; sample `k` of datum `i` depends on the seed only.
+class SeededNoise:
+    """Standard normal `z`, `[K, N, C]`, generated when needed: a datum has the same numbers in every batch.
 
     Args:
         num_samples: `K`.
@@ -77,6 +73,7 @@ class SeededNoise(WhiteNoise):
         return self._last[1]
 
     def parts(self, rows: int) -> list["SeededNoise"]:
+        """Splits the noise into parts of at most `rows` samples."""
         starts = range(0, self.num_samples, rows)
         return [
             SeededNoise(min(rows, self.num_samples - k), self.num_outputs, self.seed, self.stream, self.first + k)

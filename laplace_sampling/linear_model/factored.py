@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
+from laplace_sampling.linear_model.draws import Draws, SeededNoise, Stream
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.head_curvature import head_curvature, head_of, partial_traces_of_head
 from laplace_sampling.linear_model.kfac import Factors, corrected, kronecker_factors
 from laplace_sampling.linear_model.kronecker import Kronecker
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, GPrior, Layers, Prior
 from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.networks.layers import Layer
 from laplace_sampling.networks.linearisation import Linearisation
@@ -74,7 +73,7 @@ class KroneckerFit:
         noise = self._noise(ggn, seed, 1)
         return corrected(ggn, noise, self.factors(ggn, seed), scale, _part(ggn, self.data, seed))
 
-    def _noise(self, ggn: GGN, seed: int, number: int) -> WhiteNoise:
+    def _noise(self, ggn: GGN, seed: int, number: int) -> SeededNoise:
         """Probes for the factors (0) and for the eigenvalues (1), which are independent."""
         num = self.num_outputs(ggn.num_data)
         return Draws(num, seed, Stream.FACTORS, number * num).noise(ggn.features.num_outputs)

@@ -7,27 +7,15 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.data.processes import ALONE, Processes
+from laplace_sampling.likelihoods.measurement import Measurement
+from laplace_sampling.linear_model.datum_rows import DatumRows
 from laplace_sampling.solvers.recorded import recorded
-
-if TYPE_CHECKING:
-    from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
-    from laplace_sampling.networks.layers import Outer
-
-__all__ = [
-    "BLOCK_BYTES",
-    "Curvature",
-    "DenseFeatures",
-    "DerivedFeatures",
-    "Features",
-    "ScaledFeatures",
-]
 
 # `u ↦ Bu` of a batch, `[K, n, C]` both.
 Curvature = Callable[[Tensor], Tensor]
@@ -41,16 +29,12 @@ class Features(ABC):
     """`Φ`, the Jacobian of the outputs on the training data in the weights, `[N, C, P]`, as products.
 
     `products` counts JVPs and VJPs in units of one datum and one vector.
-
-    Attributes:
-        held: keeps `M` in full, for dense algebra on few weights.
     """
 
     num_data: int
     num_outputs: int
     size: int
     batch_size: int
-    held: "HeldCurvatures | None" = None
 
     @property
     @abstractmethod
@@ -77,9 +61,9 @@ class Features(ABC):
     def vjp_each(self, u: Float[Tensor, "n C"], batch: Tensor) -> Float[Tensor, "n P"]:
         """`φ_iᵀ u_i` of each datum of a batch, not summed."""
 
-    def vjp_by_layers(self, u: Float[Tensor, "n C"], batch: Tensor) -> "list[Outer] | None":
-        """Returns `vjp_each` in factors, where a network has them."""
-        return None
+    def datum_rows(self, u: Float[Tensor, "n C"], batch: Tensor) -> DatumRows:
+        """`φ_iᵀ u_i` of each datum of a batch, by layers of the network where that is possible."""
+        return DatumRows(self.size, self.vjp_each(u, batch))
 
     @abstractmethod
     def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
@@ -113,10 +97,6 @@ class Features(ABC):
     def num_observations(self) -> int:
         """`N·C`."""
         return self.num_data * self.num_outputs
-
-    def with_all_inputs(self) -> "Features":
-        """Returns the features with the inputs of all data in each process, so that one may ask for some alone."""
-        return self
 
     def own_chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
         """`chunks` of those data of a batch that are the part of this process, inside of `summing`."""
@@ -166,12 +146,6 @@ class Features(ABC):
         other.batch_size = max(1, min(self.batch_size, batch_size))
         return other
 
-    def holding_curvature(self, held: "HeldCurvatures") -> "Features":
-        """Returns the features, of which `M` is accumulated once, and held there."""
-        other = copy.copy(self)
-        other.held = held
-        return other
-
     def in_float64(self) -> "Features":
         """Returns the features computed in float64 where that is possible, else these."""
         return self
@@ -186,7 +160,9 @@ class Features(ABC):
 class DerivedFeatures(Features):
     """Features made from others, on the same device and with the same dtype."""
 
-    features: Features
+    def __init__(self, features: Features, num_data: int, num_outputs: int) -> None:
+        self.features, self.num_data, self.num_outputs = features, num_data, num_outputs
+        self.size, self.batch_size = features.size, features.batch_size
 
     @property
     def device(self) -> torch.device:
@@ -210,11 +186,6 @@ class DerivedFeatures(Features):
 
     def own(self, batch: Tensor) -> Tensor | slice:
         return self.features.own(batch)
-
-    def with_all_inputs(self) -> Features:
-        other = copy.copy(self)
-        other.features = self.features.with_all_inputs()
-        return other
 
     def in_float64(self) -> Features:
         other = copy.copy(self)
@@ -272,9 +243,8 @@ class ScaledFeatures(DerivedFeatures):
     """`Φ diag(s)`: the features in coordinates where the prior is isotropic within its groups."""
 
     def __init__(self, features: Features, scale: Float[Tensor, " P"]) -> None:
-        self.features, self.scale = features, scale.to(features.device, features.dtype)
-        self.num_data, self.num_outputs = features.num_data, features.num_outputs
-        self.size, self.batch_size = features.size, features.batch_size
+        super().__init__(features, features.num_data, features.num_outputs)
+        self.scale = scale.to(features.device, features.dtype)
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         return self.features.jvp(v * self.scale, batch)
@@ -288,10 +258,121 @@ class ScaledFeatures(DerivedFeatures):
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
         return self.features.vjp_each(u, batch) * self.scale
 
-    def vjp_by_layers(self, u: Tensor, batch: Tensor) -> "list[Outer] | None":
-        # Other scales are no products of a factor for each row and one for each column.
-        constant = bool((self.scale == self.scale[0]).all())
-        return self.features.vjp_by_layers(u * self.scale[0], batch) if constant else None
+    def datum_rows(self, u: Tensor, batch: Tensor) -> DatumRows:
+        return self.features.datum_rows(u, batch).scaled(self.scale)
 
     def rows(self, batch: Tensor) -> Tensor:
         return self.features.rows(batch) * self.scale
+
+
+class WeightedFeatures(DerivedFeatures):
+    """`R^{-1/2}Φ`: each row `φ_ic` has its own weight.
+
+    Args:
+        features: `Φ`.
+        weights: `R^{-1/2}`, `[N, C]`.
+    """
+
+    def __init__(self, features: Features, weights: Float[Tensor, "N C"]) -> None:
+        super().__init__(features, features.num_data, features.num_outputs)
+        self.weights = weights.to(features.device, features.dtype)
+
+    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
+        return self.weights[batch] * self.features.jvp(v, batch)
+
+    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp(u * self.weights[batch], batch)
+
+    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp_each(u * self.weights[batch], batch)
+
+    def datum_rows(self, u: Tensor, batch: Tensor) -> DatumRows:
+        return self.features.datum_rows(u * self.weights[batch], batch)
+
+    def rows(self, batch: Tensor) -> Tensor:
+        return self.features.rows(batch) * self.weights[batch][..., None]
+
+
+class ObservedFeatures(DerivedFeatures):
+    """`TΦ`: the features of linear measurements of each datum, `[N, m, P]` (thesis eq. 7.1, 7.5–7.6)."""
+
+    def __init__(self, features: Features, measurement: Measurement) -> None:
+        super().__init__(features, features.num_data, measurement.shape[0])
+        self.measurement = measurement
+
+    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
+        return self.measurement.apply(self.features.jvp(v, batch))
+
+    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp(self.measurement.adjoint(u), batch)
+
+    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp_each(self.measurement.adjoint(u), batch)
+
+    def rows(self, batch: Tensor) -> Tensor:
+        # A VJP for each measurement: often there are far fewer of them than outputs.
+        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
+        return torch.stack([self.vjp(eye[:, None], datum) for datum in batch.split(1)])
+
+
+class SomeFeatures(DerivedFeatures):
+    """The rows of `Φ` that belong to some data.
+
+    Args:
+        features: `Φ`.
+        some: indices of the data.
+    """
+
+    def __init__(self, features: Features, some: Tensor) -> None:
+        super().__init__(features, len(some), features.num_outputs)
+        self.some = some
+
+    def own(self, batch: Tensor) -> Tensor | slice:
+        return self.features.own(self.some[batch])
+
+    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
+        return self.features.jvp(v, self.some[batch])
+
+    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp(u, self.some[batch])
+
+    def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
+        return self.features.ggn(v, self.some[batch], curvature)
+
+    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp_each(u, self.some[batch])
+
+    def datum_rows(self, u: Tensor, batch: Tensor) -> DatumRows:
+        return self.features.datum_rows(u, self.some[batch])
+
+    def rows(self, batch: Tensor) -> Tensor:
+        return self.features.rows(self.some[batch])
+
+
+def some_of(features: Features, num: int, seed: int | None) -> Tensor:
+    """Indices of a random part of the data, in order, or of the first ones."""
+    if seed is None:
+        return torch.arange(num)
+    chosen = torch.randperm(features.num_data, generator=torch.Generator().manual_seed(seed))[:num]
+    return chosen.sort().values
+
+
+def row_blocks(features: Features, block_bytes: float = BLOCK_BYTES, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of rows of `Φ`, `[m, P]` in float64, each with the index of its first row; from datum `start` on.
+
+    A block holds whole data, or some outputs of one datum where the Jacobian of a datum is larger than a block.
+    """
+    most = max(1, int(block_bytes / (8 * features.size)))
+    num_outputs, num_data = features.num_outputs, most // features.num_outputs
+    if num_data:
+        for first in range(start, features.num_data, num_data):
+            block = torch.arange(first, min(first + num_data, features.num_data))
+            rows = [features.rows(batch).flatten(0, 1).double() for batch in features.chunks(block)]
+            yield first * num_outputs, rows[0] if len(rows) == 1 else torch.cat(rows)
+        return
+    eye = torch.eye(num_outputs, dtype=features.dtype, device=features.device)
+    for datum in range(start, features.num_data):
+        for first in range(0, num_outputs, most):
+            # A VJP of a unit vector is a row: `features.rows` would hold all outputs of the datum.
+            rows = features.vjp(eye[first : first + most, None], torch.tensor([datum]))
+            yield datum * num_outputs + first, rows.double()

@@ -1,39 +1,27 @@
 """The generalised Gauss-Newton matrix `M = Σᵢ φᵢᵀ Bᵢ φᵢ` of a linear model, by its products."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
-from laplace_sampling.linear_model.features import Features, ScaledFeatures
+from laplace_sampling.linear_model.datum_rows import DatumRows
+from laplace_sampling.linear_model.dense_curvature import DenseCurvature, as_number
+from laplace_sampling.linear_model.draws import SeededNoise
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, ScaledFeatures
 from laplace_sampling.solvers.lapack import sum_of_squares
 from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.recorded import recorded
 
-if TYPE_CHECKING:
-    from laplace_sampling.linear_model.dense_curvature import DenseCurvature
-
-__all__ = ["GGN", "WhiteNoise"]
-
-# Numbers of the Jacobian in memory at once where it is computed row by row. The diagonal of 500 data with 10 and 200
-# outputs took the same and half the time at half the value, 0.8 and 1.4 times as long at twice the value.
-_BLOCK_NUMBERS = 2**24
 # Random signs for each trace, where there are more outputs. For confident outputs of 10 classes the error of `sizes`
 # was 5 %, with half as many signs 11 %, with twice as many 3 %; they only choose which data are sampled more often.
 _SIGNS = 32
-# Parts of a product with all data whose sums whoever records them keeps, at most, and data of a part, at least: writing
-# numbers of a sum then takes much less time than computing them. No effect on the values.
-_PARTS, _PART = 4, 4096
-# Signs in memory at once; no effect on the values.
-_SIGN_NUMBERS = 2**18
 
 
 def first_of(rows: Float[Tensor, "N ..."]) -> Tensor:
@@ -42,19 +30,6 @@ def first_of(rows: Float[Tensor, "N ..."]) -> Tensor:
     Roundings of products depend on how many processes share out the data.
     """
     return rows[:1].to(torch.float32 if rows.dtype == torch.float64 else torch.bfloat16)
-
-
-class WhiteNoise(ABC):
-    """Standard normal noise that belongs to data: a datum has the same numbers in every batch."""
-
-    num_samples: int
-
-    @abstractmethod
-    def __call__(self, batch: Tensor) -> Float[Tensor, "K n C"]: ...
-
-    @abstractmethod
-    def parts(self, rows: int) -> "Sequence[WhiteNoise]":
-        """Splits the noise into parts of at most `rows` samples."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +41,14 @@ class GGN(Operator):
         likelihood: of the curvature `B`.
         outputs: `f`.
         targets: for likelihoods whose curvature depends on them, for instance on labels that are ignored.
+        held: keeps `M` in full, for dense algebra on few weights.
     """
 
     features: Features
     likelihood: Likelihood
     outputs: Float[Tensor, "N C"] = field(compare=False)
     targets: Tensor | None = field(default=None, compare=False)
+    held: "HeldCurvatures | None" = field(default=None, compare=False)
 
     def key(self) -> tuple[Any, ...]:
         """Tells a recorder products of this curvature from those of others (`solvers.recorded`)."""
@@ -97,23 +74,14 @@ class GGN(Operator):
         return self.num_data * self.features.num_outputs
 
     def matmul(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        total = torch.zeros_like(v)
-        if batch is not None:
-            return self._add_product(total, v, batch, weights)
-        # The same chunks one after the other, so that the sum is the same, whatever the parts are. Parts of one process
-        # are no parts of another, whose share of the data may be another one when a fit goes on.
-        num_parts = 1 if self.features.processes.group is not None else min(_PARTS, -(-self.num_data // _PART))
-        num_chunks = -(-self.num_data // (num_parts * self.features.batch_size))
-        for part in torch.arange(self.num_data).split(num_chunks * self.features.batch_size):
-            total = self._with_product(total, v, part)
-        return total
+        return self._all(v) if batch is None else self._product(v, batch, weights)
 
     @recorded
-    def _with_product(self, total: Tensor, v: Tensor, batch: Tensor) -> Tensor:
-        """A part of a product with all data, added to those before."""
-        return self._add_product(total, v, batch)
+    def _all(self, v: Tensor) -> Tensor:
+        return self._product(v, torch.arange(self.num_data), None)
 
-    def _add_product(self, total: Tensor, v: Tensor, batch: Tensor, weights: Tensor | None = None) -> Tensor:
+    def _product(self, v: Tensor, batch: Tensor, weights: Tensor | None) -> Tensor:
+        total = torch.zeros_like(v)
         own = None if weights is None else weights[self.features.own(batch)]
         start = 0  # weights are in the order of the batch
         with self.features.summing(total):
@@ -147,7 +115,7 @@ class GGN(Operator):
             signs = torch.randint(2, (_SIGNS, 1, num_outputs), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
             along = signs / math.sqrt(_SIGNS)
         found = [reduced(torch.zeros(0, num_outputs))]
-        together = max(1, _SIGN_NUMBERS // (len(along) * num_outputs))
+        together = max(1, BLOCK_BYTES // (16 * len(along) * num_outputs))
         for chunk in torch.arange(self.num_data).split(together):
             f = self.outputs_of(chunk)
             roots = self.likelihood.root_transpose(f, along.to(f).expand(-1, *f.shape), self._targets(chunk))
@@ -155,7 +123,7 @@ class GGN(Operator):
         return torch.cat(found)
 
     @recorded
-    def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
+    def root_matmul(self, noise: SeededNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
         """`Σᵢ φᵢᵀ Lᵢ z_i` for white `z`, a draw of `N(0, M)`, by one VJP for each datum and sample."""
         total = torch.zeros(noise.num_samples, self.size, device=self.device, dtype=self.dtype)
         with self.features.summing(total):
@@ -171,24 +139,35 @@ class GGN(Operator):
     def rows_along(self, batch: Tensor, directions: Float[Tensor, "n C"]) -> DatumRows:
         """`φ_iᵀ L_i z_i` of each datum of a batch for given `z`, `L_iL_iᵀ = B_i`: one VJP of each."""
         f = self.outputs_of(batch)
-        return datum_rows(self.features, self.likelihood.root(f, directions.to(f), self._targets(batch)), batch)
+        return self.features.datum_rows(self.likelihood.root(f, directions.to(f), self._targets(batch)), batch)
 
     def root_rows(self) -> Iterator[Tensor]:
         return self._root_rows(self.features.chunks())
 
     def _root_rows(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
-        num_data = max(1, _BLOCK_NUMBERS // (self.features.num_outputs * self.size))
+        num_data = max(1, BLOCK_BYTES // (16 * self.features.num_outputs * self.size))
         for chunk in (part for batch in chunks for part in batch.split(num_data)):
             f, y = self.outputs_of(chunk), self._targets(chunk)
             # The root acts on the outputs: as the last axis they lie together in memory, which is faster.
             rows = self.features.rows(chunk).permute(2, 0, 1)
             yield self.likelihood.root_transpose(f, rows.contiguous(), y).flatten(1).T
 
-    def dense(self) -> "DenseCurvature | None":
+    def dense(self) -> DenseCurvature | None:
+        if self.held is None:
+            return None
         features, scale = self.features, None
         if isinstance(features, ScaledFeatures):
             features, scale = features.features, features.scale
-        return None if features.held is None else features.held.of(replace(self, features=features), scale)
+        return self.held.of(replace(self, features=features), scale)
+
+    def dense_curvature(self) -> DenseCurvature:
+        """`M` in full, by `accumulated`.
+
+        Raises:
+            FloatingPointError: if it contains NaN or infinity.
+        """
+        # A pass is a JVP and a VJP of all data.
+        return DenseCurvature.of(self.accumulated(), self.features.num_outputs / 2)
 
     def diagonal(self) -> Float[Tensor, " P"]:
         """`diag(M)`, exactly, by `C` VJPs for each datum."""
@@ -222,3 +201,65 @@ class GGN(Operator):
             total = sum_of_squares(self._root_rows(self.features.own_chunks()), self.size, self.device)
         self.features.processes.sum(total)
         return total
+
+
+@dataclass(frozen=True)
+class _Held:
+    """`M` of a linear model, and `diag(s) M diag(s)` for the last `s`."""
+
+    ggn: GGN
+    scale: Float[Tensor, " P"] | None
+    plain: DenseCurvature
+    scaled: DenseCurvature
+
+    @classmethod
+    def of(cls, ggn: GGN, scale: Tensor | None, plain: DenseCurvature) -> "_Held":
+        return cls(ggn, scale, plain, plain if scale is None else plain.congruent(scale))
+
+    def at(self, ggn: GGN, scale: Tensor | None) -> "_Held | None":
+        """Returns the matrix for another scale and a multiple of `M`, if it is one."""
+        factor = _ratio(ggn, self.ggn)
+        if factor is None:
+            return None
+        if factor == 1 and _same(scale, self.scale):
+            return self
+        plain = self.plain.times(factor)
+        if not _same(scale, self.scale):
+            return self.of(ggn, scale, plain)
+        return _Held(ggn, scale, plain, plain if self.scaled is self.plain else self.scaled.times(factor))
+
+
+class HeldCurvatures:
+    """Two `M` of the same features: at the outputs of the network, and at those of the mode."""
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+
+    def of(self, ggn: GGN, scale: Float[Tensor, " P"] | None) -> DenseCurvature:
+        """`diag(s) M diag(s)`; `M` is accumulated unless it, or a multiple of it, is held."""
+        for number, known in enumerate(self._held):
+            found = known.at(ggn, scale)
+            if found is not None:
+                del self._held[number]
+                break
+        else:
+            # The memory of the oldest is free before another one is made.
+            del self._held[1:]
+            found = _Held.of(ggn, scale, ggn.dense_curvature())
+        self._held.insert(0, found)
+        return found.scaled
+
+
+def _ratio(ggn: GGN, held: GGN) -> float | None:
+    """The number by which `M` differs from one of the same features, if there is one that is known."""
+    likelihood, other = ggn.likelihood, held.likelihood
+    if likelihood.quadratic and other.quadratic:
+        precisions, others = likelihood.noise_precisions(), other.noise_precisions()
+        assert precisions is not None
+        assert others is not None
+        return as_number((precisions / others).reshape(-1))
+    return 1.0 if likelihood is other and ggn.is_at(held.outputs) else None
+
+
+def _same(scale: Tensor | None, other: Tensor | None) -> bool:
+    return scale is other or (scale is not None and other is not None and torch.equal(scale, other))

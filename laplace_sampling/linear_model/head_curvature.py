@@ -23,11 +23,10 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
-from laplace_sampling.linear_model.features import Features, ScaledFeatures
+from laplace_sampling.linear_model.features import Features, ScaledFeatures, SomeFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import Kronecker, KroneckerBlock, outer_factors
 from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.solvers.preconditioners import Factored
 from laplace_sampling.solvers.recorded import recorded

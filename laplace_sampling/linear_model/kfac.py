@@ -20,7 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
+from laplace_sampling.linear_model.draws import SeededNoise
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import Kronecker, KroneckerBlock, outer_factors
 from laplace_sampling.linear_model.layer_curvature import partial_traces, squares
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -56,7 +57,7 @@ class Factors:
     passes: float
 
 
-def kronecker_factors(ggn: GGN, noise: WhiteNoise, data: Tensor | None = None) -> Factors:
+def kronecker_factors(ggn: GGN, noise: SeededNoise, data: Tensor | None = None) -> Factors:
     """The factors of a GGN, by a forward pass and a VJP for each random output.
 
     Args:
@@ -78,7 +79,7 @@ def kronecker_factors(ggn: GGN, noise: WhiteNoise, data: Tensor | None = None) -
 
 
 def corrected(
-    ggn: GGN, noise: WhiteNoise, factors: Factors, scale: Tensor | None = None, data: Tensor | None = None
+    ggn: GGN, noise: SeededNoise, factors: Factors, scale: Tensor | None = None, data: Tensor | None = None
 ) -> Kronecker:
     """`M̂` in the eigenvectors of some factors, by another pass of the same cost.
 
@@ -152,7 +153,7 @@ def _only_squares(pair: Pair, left: Tensor, right: Tensor) -> tuple[Tensor, ...]
 @recorded
 def _sums(
     ggn: GGN,
-    noise: WhiteNoise,
+    noise: SeededNoise,
     data: Tensor | None,
     layers: list[Layer],
     functions: list[Callable[[Pair], tuple[Tensor, ...]]],
@@ -203,7 +204,7 @@ def _others(features: NetworkFeatures, rest: Tensor) -> NetworkFeatures | None:
     return NetworkFeatures(features.network.with_names(names), features.data, features.layout)
 
 
-def _roots(ggn: GGN, noise: WhiteNoise, chunk: Tensor) -> Float[Tensor, "R n C"]:
+def _roots(ggn: GGN, noise: SeededNoise, chunk: Tensor) -> Float[Tensor, "R n C"]:
     """The columns of roots of `B`, or random combinations of them if outputs are more than probes."""
     f = ggn.outputs_of(chunk)
     if f.shape[1] <= noise.num_samples:
@@ -217,7 +218,7 @@ def _roots(ggn: GGN, noise: WhiteNoise, chunk: Tensor) -> Float[Tensor, "R n C"]
 # Which weights are in layers ------------------------------------------------------------------------------------------
 
 
-def _layers(ggn: GGN, noise: WhiteNoise) -> tuple[list[Layer], Tensor]:
+def _layers(ggn: GGN, noise: SeededNoise) -> tuple[list[Layer], Tensor]:
     """The layers, and the positions of the weights that are in none."""
     features = ggn.features
     assert isinstance(features, NetworkFeatures)

@@ -1,4 +1,4 @@
-"""The linear model of a network on its training data."""
+"""The linear model of a network on its training data, and the mode of its posterior."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,15 +8,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.ggn import GGN, first_of
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN, HeldCurvatures, first_of
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.placement import chosen
 from laplace_sampling.solvers.recorded import recorded
-
-__all__ = ["LinearModel"]
-
-# Outputs whose losses are computed together; no effect on the values.
-_LOSS_NUMBERS = 2**22
+from laplace_sampling.solvers.solver import Minimum, Objective, Solver
 
 
 @dataclass(frozen=True)
@@ -29,6 +26,7 @@ class LinearModel:
         network_outputs: `f(w̄, x_i)`, `[N, C]`.
         targets: `y`.
         likelihood: likelihood of the targets given the outputs.
+        held: keeps `M` in full, for dense algebra on few weights.
     """
 
     features: Features
@@ -37,6 +35,7 @@ class LinearModel:
     network_outputs: Float[Tensor, "N C"] = field(compare=False)
     targets: Tensor = field(compare=False)
     likelihood: Likelihood
+    held: HeldCurvatures | None = field(default=None, compare=False)
 
     def outputs(self, theta: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         """`h(θ_k, x_i)` for all data."""
@@ -81,23 +80,93 @@ class LinearModel:
         """`ℓ(y_i, h_i)`, a few data at a time, for a loss makes numbers of the size of the outputs."""
         if not len(outputs):
             return outputs.new_zeros(0)
-        rows = max(1, _LOSS_NUMBERS // max(1, outputs.shape[1]))
+        rows = max(1, BLOCK_BYTES // (8 * max(1, outputs.shape[1])))
         parts = zip(outputs.split(rows), self.targets.split(rows), strict=True)
         return torch.cat([self.likelihood.loss(h, y) for h, y in parts])
-
-    def with_all_inputs(self) -> "LinearModel":
-        """Returns the model with the inputs of all data in each process, for dense algebra in observation space."""
-        return replace(self, features=self.features.with_all_inputs())
 
     def with_likelihood(self, likelihood: Likelihood) -> "LinearModel":
         return replace(self, likelihood=likelihood)
 
     def ggn(self, outputs: Float[Tensor, "N C"]) -> GGN:
         """The GGN with curvature taken at the given outputs."""
-        return GGN(self.features, self.likelihood, outputs, self.targets)
+        return GGN(self.features, self.likelihood, outputs, self.targets, self.held)
 
 
 @recorded
 def _total(what: str, first: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     """A sum over data, which other quantities follow from to the last bit."""
     return compute()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The mode of a linear model.
+
+    Attributes:
+        weights: `θ̄`, `[P]`, unscaled.
+        outputs: `h(θ̄, x_i)`, `[N, C]`.
+        minimum: of the objective.
+    """
+
+    weights: Float[Tensor, " P"]
+    outputs: Float[Tensor, "N C"]
+    minimum: Minimum
+
+
+class ModeObjective(Objective):
+    """`Σ_i ℓ(y_i, h(θ, x_i)) + ½‖θ‖²_A` in the scaled coordinates of a prior."""
+
+    def __init__(self, model: LinearModel, prior: GaussianPrior) -> None:
+        self.model = replace(model, features=ScaledFeatures(model.features, prior.scale))
+        self.num_data = model.features.num_data
+        self.precision = prior.spread()
+
+    def _outputs(self, theta: Tensor, batch: Tensor) -> Tensor:
+        return self.model.offset[batch] + self.model.features.jvp(theta, batch)
+
+    @recorded
+    def value(self, theta: Tensor) -> float:
+        fit = torch.zeros((), dtype=torch.float64, device=theta.device)
+        with self.model.features.summing(fit):
+            for batch in self.model.features.own_chunks():
+                losses = self.model.likelihood.loss(self._outputs(theta, batch), self.model.targets[batch])
+                fit += losses.double().sum()
+        return float(fit) + 0.5 * float((self.precision * theta.double() ** 2).sum())
+
+    def gradient(self, theta: Tensor, batch: Tensor | None) -> Tensor:
+        return self._full_gradient(theta) if batch is None else self._gradient(theta, batch)
+
+    @recorded
+    def _full_gradient(self, theta: Tensor) -> Tensor:
+        return self._gradient(theta, None)
+
+    def _gradient(self, theta: Tensor, batch: Tensor | None) -> Tensor:
+        total = torch.zeros_like(theta)
+        with self.model.features.summing(total):
+            for chunk in self.model.features.own_chunks(batch):
+                slope = self.model.likelihood.gradient(self._outputs(theta, chunk), self.model.targets[chunk])
+                total += self.model.features.vjp(slope, chunk)
+        # The loss of a mini-batch stands for that of all data, so that its gradient is unbiased.
+        weight = 1.0 if batch is None else self.num_data / len(batch)
+        return weight * total + self.precision * theta
+
+    def curvature(self, theta: Tensor) -> GGN:
+        return self.model.ggn(self.model.outputs(theta)[0])
+
+
+def linear_model_mode(
+    model: LinearModel,
+    prior: GaussianPrior,
+    solver: Solver,
+    init: Float[Tensor, "1 P"] | None = None,
+    *,
+    description: str | None = None,
+) -> Minimum:
+    r"""`θ̄ = argmin_θ Σ_i ℓ(y_i, h(θ, x_i)) + ½‖θ‖²_A`, with `½` (erratum E1 of the thesis; eq. 2.7).
+
+    `init` and the result's `value`, `[1, P]`, are in the scaled coordinates `θ/s` of the prior.
+    """
+    if init is None:
+        # Zero, not the trained weights: iterates then stay in the range of `A⁻¹Φᵀ`, where the mode is.
+        init = torch.zeros(1, model.features.size, device=model.features.device, dtype=model.features.dtype)
+    return solver.minimise(ModeObjective(model, prior), init, description=description)

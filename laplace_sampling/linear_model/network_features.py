@@ -10,11 +10,10 @@ from torch import Tensor
 from laplace_sampling.data.batches import Layout, num_rows, place, take
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.linear_model.datum_rows import DatumRows
 from laplace_sampling.linear_model.features import Curvature, Features
-from laplace_sampling.networks.layers import Outer, vjp_by_layers
+from laplace_sampling.networks.layers import vjp_by_layers
 from laplace_sampling.networks.linearisation import Linearisation
-
-__all__ = ["NetworkFeatures", "features_at"]
 
 
 class NetworkFeatures(Features):
@@ -60,11 +59,6 @@ class NetworkFeatures(Features):
         part = self.data.part
         return (batch >= part.start) & (batch < part.stop)
 
-    def with_all_inputs(self) -> "NetworkFeatures":
-        other = copy.copy(self)
-        other.data = self.data.whole()
-        return other
-
     def in_float64(self) -> Features:
         if self.dtype == torch.float64:
             return self
@@ -100,11 +94,14 @@ class NetworkFeatures(Features):
         x, layout = self.inputs(batch)
         return self.network.vjp_each(x, self.layout.narrow(u, layout))
 
-    def vjp_by_layers(self, u: Tensor, batch: Tensor) -> list[Outer] | None:
-        if type(self.network).vjp_each is not Linearisation.vjp_each:  # some weights of a layer, or a head
-            return None
-        x, layout = self.inputs(batch)
-        return vjp_by_layers(self.network, x, self.layout.narrow(u, layout))
+    def datum_rows(self, u: Tensor, batch: Tensor) -> DatumRows:
+        # Layers are those of a whole network, not of some of its weights or a head.
+        if type(self.network).vjp_each is Linearisation.vjp_each:
+            x, layout = self.inputs(batch)
+            layers = vjp_by_layers(self.network, x, self.layout.narrow(u, layout))
+            if layers is not None:
+                return DatumRows.of_layers(self.size, layers)
+        return super().datum_rows(u, batch)
 
     def rows(self, batch: Tensor) -> Tensor:
         x, layout = self.inputs(batch)

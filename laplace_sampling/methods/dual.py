@@ -70,7 +70,7 @@ class Dual(SolverMethod):
 
     def take(self, problem: Problem, choice: Choice) -> Task:
         # Vectors have an entry for each observation.
-        return self.task(problem, choice, problem.tangent.with_offset().with_all_inputs())
+        return self.task(problem, choice, problem.tangent.with_offset())
 
     def check_likelihood(self, likelihood: Likelihood) -> None:
         if not likelihood.quadratic:

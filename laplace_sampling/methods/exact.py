@@ -17,7 +17,6 @@ from laplace_sampling.evidence.curves import Traces
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.posterior import GramPath, GramPosterior
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -101,7 +100,7 @@ class Exact(SolverMethod):
         Covariances in observation space are differences of nearly equal numbers, so that rows that are computed again
         must hardly differ, as they do in float64.
         """
-        model = problem.tangent.in_float64().with_all_inputs()
+        model = problem.tangent.in_float64()
         if not holds_rows(problem.features, problem.memory_of(self.max_memory)):
             return model
         return replace(model, features=DenseFeatures.of(model.features))
@@ -133,7 +132,7 @@ class Exact(SolverMethod):
     def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
         features = task.model.features
         if (
-            features.held is not None
+            task.model.held is not None
             and not isinstance(features, DenseFeatures)
             and not task.model.likelihood.quadratic
         ):
@@ -151,7 +150,7 @@ class Exact(SolverMethod):
     def covariance_path(self, task: Task) -> CovariancePath:
         if _in_weight_space(task):
             ggn = task.scaled_ggn()
-            return FactoredPath(ggn.dense() or DenseCurvature.accumulated(ggn), task.prior)
+            return FactoredPath(ggn.dense() or ggn.dense_curvature(), task.prior)
         return GramPath(GramPosterior.of(task.model, task.prior))
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
@@ -160,7 +159,7 @@ class Exact(SolverMethod):
         if not has_path(task):
             return super().tune_by_evidence(task, tuning)
         ggn = task.scaled_ggn()
-        curvature = ggn.dense() or DenseCurvature.accumulated(ggn)
+        curvature = ggn.dense() or ggn.dense_curvature()
         return tuned_by_spectrum(task, tuning, Dense(), curvature.spectrum, lambda v: v @ curvature.vectors)
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:

@@ -15,8 +15,7 @@ from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.mode_objective import Mode
+from laplace_sampling.linear_model.linear_model import LinearModel, Mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.budget import Budget
@@ -82,7 +81,7 @@ class Task:
         """Returns the task with products in float64; `None` if they are already, or if the network allows none."""
         if self.precise is None or self.model.features.dtype == torch.float64:
             return None
-        model = self.precise().with_all_inputs().with_likelihood(self.model.likelihood)
+        model = self.precise().with_likelihood(self.model.likelihood)
         if model.features.dtype != torch.float64:
             return None
         return replace(

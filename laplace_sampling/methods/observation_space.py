@@ -14,7 +14,7 @@ from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_larg
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, Features
-from laplace_sampling.linear_model.mode_objective import Mode
+from laplace_sampling.linear_model.linear_model import Mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Tuning, tuned_at

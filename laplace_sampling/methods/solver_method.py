@@ -39,7 +39,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.bounds import AtBounds, clamped, mackay_root
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.mode_objective import Mode, ModeObjective, linear_model_mode
+from laplace_sampling.linear_model.linear_model import Mode, ModeObjective, linear_model_mode
 from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods import as_method

@@ -171,12 +171,6 @@ def bilinear(func: Callable) -> Callable:
     return rule
 
 
-def einsum(*args: Any) -> Tensor:
-    """`torch.einsum`, with the rule of a product if there are two factors."""
-    product = _product(lambda a, b: torch.einsum(args[0], a, b), *args[1:]) if len(args) == 3 else None
-    return torch.einsum(*args) if product is None else product
-
-
 def affine(func: Callable, trailing: int) -> Callable:
     """The rule of `func(input, weight, bias, ...)`, a product and a bias, as `F.linear`.
 
@@ -206,7 +200,6 @@ def affine(func: Callable, trailing: int) -> Callable:
 
 
 _affine_linear = affine(F.linear, 0)
-_affine_addmm = affine(lambda a, b, bias: a @ b if bias is None else torch.addmm(bias, a, b), 0)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -217,13 +210,6 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if input.dim() < 3:
         return _affine_linear(input, weight, bias)
     return _affine_linear(input.flatten(0, -2), weight, bias).unflatten(0, input.shape[:-1])
-
-
-def addmm(*args: Any, **kwargs: Any) -> Tensor:
-    """`torch.addmm`: a bias and a product of matrices."""
-    if len(args) != 3 or kwargs:
-        return torch.addmm(*args, **kwargs)
-    return _affine_addmm(args[1], args[2], args[0])
 
 
 def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
@@ -275,8 +261,6 @@ _REPLACED: dict[Callable, Callable] = {
     F.linear: _linear,
     **{func: affine(func, axes) for axes, pair in enumerate(_CONVOLUTIONS, 1) for func in pair},
     **{func: bilinear(func) for func in _MATMULS},
-    torch.addmm: addmm,
-    torch.einsum: einsum,
     F.multi_head_attention_forward: _attention,
     **QUESTIONS,
     F.batch_norm: batch_norm,

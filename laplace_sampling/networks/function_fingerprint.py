@@ -52,15 +52,13 @@ class FunctionFingerprint:
             inputs = storable(inputs)
         except TypeError:
             return None
-        plain = _plain(network)
-        fingerprint = cls(inputs, *_computed(plain, inputs))
-        # Its products are as repeatable as its outputs, and take several times as long.
-        same = difference(_outputs(plain, inputs), fingerprint.outputs) <= _tolerance(network)
-        return fingerprint if same and bool(fingerprint.product.isfinite().all()) else None
+        computed, again = (_computed(network, inputs) for _ in range(2))
+        same = all(difference(b, a) <= _tolerance(network) for a, b in zip(computed, again, strict=True))
+        return cls(inputs, *computed) if same and bool(computed[1].isfinite().all()) else None
 
     def difference(self, network: Linearisation) -> str | None:
         """In words, how far a network is from this one on the same data; `None` if it is the same up to rounding."""
-        now = _computed(_plain(network), self.inputs)
+        now = _computed(network, self.inputs)
         outputs, product = (difference(a, b) for a, b in zip(now, (self.outputs, self.product), strict=True))
         tolerance = _tolerance(network)
         if outputs <= tolerance and product <= tolerance:
@@ -79,36 +77,22 @@ def _some_inputs(data: TrainingData, most: int) -> Any:
     return data.inputs(torch.arange(num) * step)
 
 
-def _plain(network: Linearisation) -> Linearisation:
-    """Without autocast, which is a setting of the method: it may be another one after `load`."""
-    plain = network.with_names(network.names)
-    plain.shell.autocast, plain.products = None, {"jvp": 0, "vjp": 0}
-    return plain
-
-
 def _tolerance(network: Linearisation) -> float:
     """The relative difference that is none."""
     return max(_TOLERANCE, rounding(network.module_dtype))
 
 
 @solving()
-def _outputs(plain: Linearisation, x: Any) -> Tensor:
-    """`f(w̄, x)`, on a CPU in float64."""
-    x = place(x, plain.device, plain.dtype)
-    # With a graph it is computed as products are; without one, in the precision that the user has set for products.
-    outputs = plain(x, graph=True).detach().reshape(num_rows(x), -1)
-    return outputs[:, _thinned(outputs)].double().cpu()
-
-
-def _thinned(outputs: Tensor) -> slice:
-    return slice(None, None, math.ceil(outputs.shape[1] / _MOST_OUTPUTS) or 1)
-
-
-@solving()
-def _computed(plain: Linearisation, x: Any) -> tuple[Tensor, Tensor]:
+def _computed(network: Linearisation, x: Any) -> tuple[Tensor, Tensor]:
     """Outputs and product, on a CPU in float64."""
+    # Without autocast, which is a setting of the method: it may be another one after `load`.
+    plain = network.with_names(network.names)
+    plain.shell.autocast, plain.products = None, {"jvp": 0, "vjp": 0}
     x = place(x, plain.device, plain.dtype)
     signs = torch.randint(2, (plain.num_parameters,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     v = (2 * signs - 1).to(plain.device, plain.dtype)
-    product = plain.jvp(x, v[None])[0]
-    return _outputs(plain, x), product[:, _thinned(product)].double().cpu()
+    # With a graph outputs are computed as products are; without one, in the precision that the user has set.
+    rows = plain(x, graph=True).detach().reshape(num_rows(x), -1), plain.jvp(x, v[None])[0]
+    step = math.ceil(rows[0].shape[1] / _MOST_OUTPUTS) or 1
+    outputs, product = (of[:, ::step].double().cpu() for of in rows)
+    return outputs, product

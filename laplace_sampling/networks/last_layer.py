@@ -358,8 +358,7 @@ class LastLayer(Linearisation):
         elif any(form != forms[0] for form in forms):
             self._drop_head("batches have inputs of it that differ in more than their rows")
         else:
-            each_its_own = self.head.shell.shards is not None
-            return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device, each_its_own)
+            return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device)
         return self, data
 
     @contextmanager

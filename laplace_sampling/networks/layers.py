@@ -87,19 +87,13 @@ class Use:
         names: of the weight, and of the bias if that is random.
         edge: its output in the graph.
         shape: of the output.
-        leading: how many axes of the output may hold the data.
+        operation: what it does with them.
     """
 
     names: tuple[str, ...]
     edge: GradientEdge
     shape: torch.Size
-    leading: int
-    _pair: Callable[[Tensor, bool, Fold, int], Pair]
-
-    def pair(self, gradient: Tensor, fold: Fold, num_data: int, dtype: torch.dtype) -> Pair:
-        """`g` and `a` of each datum from the gradient in the output."""
-        g, a = self._pair(gradient, len(self.names) > 1, fold, num_data)
-        return g.to(dtype), a.to(dtype)
+    operation: _Operation
 
 
 class WeightUses(TorchFunctionMode):
@@ -139,7 +133,7 @@ class WeightUses(TorchFunctionMode):
             of_bias = [self._names[id(operation.bias)]] if id(operation.bias) in self._names else []
             names = (self._names[id(operation.weight)], *of_bias)
             # An edge, not the output: the next module may change that in place, as `ReLU(inplace=True)` does.
-            self.uses.append(Use(names, get_gradient_edge(output), output.shape, operation.leading, operation.pair))
+            self.uses.append(Use(names, get_gradient_edge(output), output.shape, operation))
 
 
 # Operations -----------------------------------------------------------------------------------------------------------
@@ -340,12 +334,12 @@ class LayerRun:
             if gradient is not None:
                 # The last fold is that of more operations, as in a loop that is longer than when the layer was found.
                 fold = of_uses[min(number, len(of_uses) - 1)]
-                pairs.append(use.pair(gradient, fold, len(self.f), self.f.dtype))
+                g, a = use.operation.pair(gradient, len(names) > 1, fold, len(self.f))
+                pairs.append((g.to(self.f), a.to(self.f)))
         if not pairs:
             return None
-        return (
-            pairs[0] if len(pairs) == 1 else (torch.cat([g for g, _ in pairs], 3), torch.cat([a for _, a in pairs], 3))
-        )
+        g, a = zip(*pairs, strict=True)
+        return pairs[0] if len(pairs) == 1 else (torch.cat(g, 3), torch.cat(a, 3))
 
 
 def layers_of(run: LayerRun, places: dict[str, Tensor]) -> list[Layer]:
@@ -383,7 +377,7 @@ def _fold(use: Use, plain: Tensor | None, scaled: Tensor | None, factors: Tensor
     """Where the data are: a factor of each output of a datum is one of each gradient that belongs to it."""
     if plain is None or scaled is None:
         return None
-    tried = folds(plain.shape, use.leading, len(factors))
+    tried = folds(plain.shape, use.operation.leading, len(factors))
     if not plain.any() and not _one_place(tried, plain.shape, len(factors)):
         return None  # all folds would do for a gradient of zero, which that of other data need not be
     for fold in tried:

@@ -68,7 +68,7 @@ def _patterns(selection: Sequence[str] | str) -> list[str]:
         return list(patterns)
     raise TypeError(
         f"`parameters` takes names, globs, a predicate `(name, parameter) -> bool` or masks by name, but got "
-        f"{patterns!r}; the names are those of `model.named_parameters()`."
+        f"a {type(patterns).__name__}; the names are those of `model.named_parameters()`."
     )
 
 

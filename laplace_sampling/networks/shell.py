@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, num_rows, read
-from laplace_sampling.data.digest import digest
+from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, digest, num_rows, read
 from laplace_sampling.networks.batching import cpu_out_of_memory
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.private_copy import own_parameter, private_copy, shared_parameter
@@ -346,20 +345,14 @@ class Shell:
             )
         if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
             return error
-        tensors = batched(x)[0]
-        dtypes = sorted({str(t.dtype) for t in tensors if t.dtype != self.module_dtype})
-        if dtypes and "type" in str(error):
-            return TypeError(
-                f"{name}, whose weights are in {self.module_dtype}, fails on inputs in "
-                f"{', '.join(dtypes)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of "
-                "numpy are in float64), or the model."
-            )
-        own = sorted({str(p.dtype) for p in self.module.parameters()})
-        several = f", and its weights are in {' and '.join(own)}: convert it to one of them" if len(own) > 1 else ""
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        own, tensors = {p.dtype for p in self.module.parameters()}, batched(x)[0]
+        given = ", ".join(f"{list(t.shape)} in {t.dtype}" for t in tensors)
+        of_types = {t.dtype for t in tensors} != {self.module_dtype} and "type" in str(error)
+        advice = f" Convert inputs, as by `x.to({self.module_dtype})` (numbers of numpy are in float64), or the model."
+        kind = TypeError if of_types or isinstance(error, TypeError) else ValueError
         return kind(
-            f"{name} fails on inputs of shape {', '.join(str(list(t.shape)) for t in tensors)} in "
-            f"{', '.join(sorted({str(t.dtype) for t in tensors}))}{several}. torch says: {error}"
+            f"{name}, whose weights are in {' and '.join(sorted(map(str, own)))}, fails on inputs of shape {given}. "
+            f"torch says: {error}{advice if of_types or len(own) > 1 else ''}"
         )
 
     def least(self, value: float) -> float:

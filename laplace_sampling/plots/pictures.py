@@ -1,6 +1,6 @@
 """The pictures of predictions and of fits; matplotlib is imported only when one is drawn."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from statistics import NormalDist
 from typing import Any
 
@@ -35,13 +35,12 @@ def plot_error_bars(
     *,
     level: float = 0.95,
     output: int | None = None,
-    sort: str = "mean",
     num_samples: int = 0,
 ) -> Axes:
     r"""The mean with two intervals: of the function, `f ± z √(var f)`, and of an observation, `pred.interval(level)`.
 
     `z` is the quantile of a normal distribution, 1.96 for a level of 0.95. With `x` they are bands over it; else bars,
-    one for each datum, in the order of the mean or of the width of the interval.
+    one for each datum, in the order of the mean.
 
     Args:
         pred: the prediction of a regression.
@@ -50,7 +49,6 @@ def plot_error_bars(
         ax: to draw on; a new figure by default.
         level: probability of the intervals.
         output: which of several (flattened) outputs.
-        sort: without `x`, `"mean"` or `"error"`, the width of the interval.
         num_samples: joint samples of the function to draw; with `x` only.
 
     Returns:
@@ -62,7 +60,6 @@ def plot_error_bars(
             options that are not known.
     """
     _check_kind("plot_error_bars(pred)", pred, Regression, "the prediction of a regression, such as `pred[head]`")
-    _check_known("plot_error_bars", "sort", sort, ("mean", "error"))
     check_whole("`plot_error_bars(num_samples=...)`", num_samples, 0)
     column = _column(pred, output)
     low, high = (column(end) for end in pred.interval(level))
@@ -70,22 +67,22 @@ def plot_error_bars(
     # The wider interval first: it lies beneath the other.
     share = f"{100 * level:.4g} %"
     intervals = {f"observation, {share}": (low, high), f"function, {share}": (mean - half, mean + half)}
-    targets = (
-        None if y is None else column(pred._prepared(y, "plot_error_bars(pred, x, y)")[1].reshape(pred.mean.shape))
-    )
-    if x is None:
-        place = np.argsort(np.argsort(mean if sort == "mean" else high - low, kind="stable"))
-        ax = _axes_of("plot_error_bars", ax)
-        _draw_bars(ax, place, mean, intervals)
-        ax.set_xlabel("data, by mean" if sort == "mean" else "data, by width of the interval")
-    else:
-        place = _places(x, len(mean))
-        ax = _axes_of("plot_error_bars", ax)
-        _draw_bands(ax, place, mean, intervals, [column(sample) for sample in pred.samples[:num_samples]])
-        ax.set_xlabel("x")
+    targets = None if y is None else pred._prepared(y, "plot_error_bars(pred, x, y)")[1].reshape(pred.mean.shape)
+    # Ranks by mean stand in the place of inputs.
+    place = np.argsort(np.argsort(mean, kind="stable")) if x is None else _places(x, len(mean))
+    ax, order = _axes_of("plot_error_bars", ax), np.argsort(place, kind="stable")
+    for (label, (low, high)), width, alpha in zip(intervals.items(), (1, 3), (0.15, 0.3), strict=True):
+        if x is None:
+            ax.vlines(place, low, high, color="C0", linewidth=width, alpha=0.5, label=label)
+        else:
+            ax.fill_between(place[order], low[order], high[order], color="C0", alpha=alpha, linewidth=0, label=label)
+    for number, sample in enumerate(pred.samples[:num_samples] if x is not None else ()):
+        label = "joint samples of the function" if number == 0 else None
+        ax.plot(place[order], column(sample)[order], color="C1", linewidth=0.8, label=label)
+    ax.plot(place[order], mean[order], "." if x is None else "-", color="C0", label="mean")
     if targets is not None:
-        ax.plot(place, targets, ".", color="black", label="targets")
-    ax.set_ylabel("y")
+        ax.plot(place, column(targets), ".", color="black", label="targets")
+    ax.set(xlabel="data, by mean" if x is None else "x", ylabel="y")
     ax.legend()
     return ax
 
@@ -109,22 +106,6 @@ def _places(x: Any, num: int) -> np.ndarray:
             f"{list(place.shape)}. Without `x`, there is a bar for each datum."
         )
     return _as_array(place.reshape(-1))
-
-
-def _draw_bars(ax: Axes, place: np.ndarray, mean: np.ndarray, intervals: Intervals) -> None:
-    for (label, (low, high)), width in zip(intervals.items(), (1, 3), strict=True):
-        ax.vlines(place, low, high, color="C0", linewidth=width, alpha=0.5, label=label)
-    ax.plot(place, mean, ".", color="C0", label="mean")
-
-
-def _draw_bands(ax: Axes, x: np.ndarray, mean: np.ndarray, intervals: Intervals, samples: Sequence[np.ndarray]) -> None:
-    order = np.argsort(x, kind="stable")
-    for (label, (low, high)), alpha in zip(intervals.items(), (0.15, 0.3), strict=True):
-        ax.fill_between(x[order], low[order], high[order], color="C0", alpha=alpha, linewidth=0, label=label)
-    for number, sample in enumerate(samples):
-        label = "joint samples of the function" if number == 0 else None
-        ax.plot(x[order], sample[order], color="C1", linewidth=0.8, label=label)
-    ax.plot(x[order], mean[order], color="C0", label="mean")
 
 
 def plot_evidence(
@@ -177,8 +158,7 @@ def plot_history(la: Any, ax: Axes = None) -> Axes:
     r"""Prior precision `α`, noise precision `b` and effective dimension `γ` in each step of `fit_hyperparameters`.
 
     Values are those of `history_`: `α` and `b` during the step, and `γ` summed over the groups of the prior; there is a
-    line for each `α` and `b` where there are several. The last point is what was fitted; a run that was interrupted has
-    none.
+    line for each `α` and `b` where there are several.
 
     Args:
         la: a `LinearisedLaplace` after `fit_hyperparameters`.
@@ -198,27 +178,16 @@ def plot_history(la: Any, ax: Axes = None) -> Axes:
             "fitted by `fit`, at the hyperparameters that it was given."
         )
     ax = _axes_of("plot_history", ax)
-    # An interrupted run leaves its steps, and the posterior of an earlier one.
-    finished = not la.stopped_
-    noise = la.noise_precision_ if finished else None
-    alpha = [step.prior_precision for step in steps] + ([la.prior_precision_.tolist()] if finished else [])
-    gamma = [sum(step.effective_dimension) for step in steps]
-    gamma += [float(la.effective_dimension_.sum())] if finished else []
-    noises = [step.noise_precision for step in steps if step.noise_precision is not None]
-    noises += [noise.reshape(-1).tolist()] if noise is not None else []
     series = (
-        ("prior precision α", alpha, "o"),
-        ("noise precision b = 1/σ²", noises, "s"),
-        ("effective dimension γ", [[value] for value in gamma], "^"),
+        ("prior precision α", [step.prior_precision for step in steps]),
+        ("noise precision b = 1/σ²", [step.noise_precision for step in steps if step.noise_precision is not None]),
+        ("effective dimension γ", [[sum(step.effective_dimension)] for step in steps]),
     )
-    for number, (label, rows, marker) in enumerate(series):
+    for number, (label, rows) in enumerate(series):
         for column, values in enumerate(zip(*rows, strict=True)):
             label_once = label if column == 0 else None
-            ax.plot(range(1, len(values) + 1), values, color=f"C{number}", marker=marker, label=label_once)
-    numbers = [str(step.step) for step in steps] + ["fitted"] * finished
-    every = -(-len(steps) // 10)
-    shown = sorted({*range(0, len(steps), every), len(numbers) - 1})
-    ax.set_xticks([position + 1 for position in shown], [numbers[position] for position in shown])
+            ax.plot(range(1, len(values) + 1), values, color=f"C{number}", marker="o", label=label_once)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set(yscale="log", xlabel="step", ylabel="value")
     ax.legend()
     return ax
@@ -231,7 +200,6 @@ def plot_ood(
     ax: Axes = None,
     *,
     num_bins: int = 30,
-    log: bool = True,
 ) -> Axes:
     r"""Histograms of a score for inputs like the training data and for others, and how well it tells them apart.
 
@@ -244,8 +212,7 @@ def plot_ood(
         score: what to compare, an attribute of both predictions: `"epistemic"`, of a classification also `"entropy"` or
             `"mutual_information"`. A score for each position or output counts each.
         ax: to draw on; a new figure by default.
-        num_bins: of the histograms, the same for both.
-        log: a logarithmic axis of scores, with scores of 0 in the first bin.
+        num_bins: of the histograms, the same for both; they are even in the logarithm of scores that are positive.
 
     Returns:
         The axes.
@@ -264,12 +231,15 @@ def plot_ood(
 
     low, high = scores.values()
     auroc = mannwhitneyu(high, low).statistic / (len(high) * len(low))
-    edges, scores = _bins(scores, num_bins, log)
+    values = np.concatenate([low, high])
+    log = bool((values > 0).all())
+    edges = np.histogram_bin_edges(np.log(values) if log else values, num_bins)
+    edges = np.exp(edges) if log else edges
+    edges[0], edges[-1] = min(edges[0], values.min()), max(edges[-1], values.max())  # not rounded past an end
     for name, values in scores.items():
         share = np.histogram(values, edges)[0] / len(values)
         ax.stairs(share, edges, fill=True, alpha=0.5, label=f"{name}, {len(values)}")
-    if edges[0] > 0 and log:
-        ax.set_xscale("log")
+    ax.set_xscale("log" if log else "linear")
     ax.set(xlabel=f"score: {score.replace('_', ' ')}", ylabel="share of inputs")
     ax.legend(title=f"AUROC {auroc:.3f}")
     return ax
@@ -289,25 +259,12 @@ def _scores(name: str, pred: Prediction, score: str) -> np.ndarray:
     return array
 
 
-def _bins(scores: dict[str, np.ndarray], num_bins: int, log: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Edges for both, and the scores moved to where the first bin begins."""
-    values = np.concatenate(list(scores.values()))
-    positive = values[values > 0]
-    if not log or len(positive) == 0 or (values < 0).any():
-        return np.histogram_bin_edges(values, num_bins), scores
-    # A tenth of a decade wider than a single value.
-    least = min(positive.min(), positive.max() / 1.25)
-    edges = np.geomspace(least, positive.max(), num_bins + 1)
-    return edges, {name: v.clip(edges[0], edges[-1]) for name, v in scores.items()}
-
-
 def plot_reliability(
     pred: ClassificationPrediction | Regression,
     y: Any,
     ax: Axes = None,
     *,
     num_bins: int = 15,
-    histogram: bool = True,
 ) -> Axes:
     r"""How often predictions are right against how often they claim to be; on the diagonal both agree.
 
@@ -322,8 +279,7 @@ def plot_reliability(
         pred: a prediction.
         y: its targets, as `log_prob` takes them. Labels to ignore are left out; positions and outputs count each.
         ax: to draw on; a new figure by default.
-        num_bins: of probabilities.
-        histogram: of a classification, the share of all labels in each bin as grey bars.
+        num_bins: of probabilities; grey bars are the share of all labels in each.
 
     Returns:
         The axes.
@@ -342,7 +298,7 @@ def plot_reliability(
         _check_kind("plot_reliability(pred, y)", pred, ClassificationPrediction, needed)
         claimed, right = _claims(pred, y)
         ax = _axes_of("plot_reliability", ax)
-        _draw_bins(ax, claimed, right, num_bins, histogram)
+        _draw_bins(ax, claimed, right, num_bins)
         one = isinstance(pred.likelihood, Bernoulli)
         ax.set_xlabel("predicted probability of label 1" if one else "probability of the predicted class")
         ax.set_ylabel("share of label 1" if one else "share of right labels")
@@ -369,7 +325,7 @@ def _claims(pred: ClassificationPrediction, y: Any) -> tuple[np.ndarray, np.ndar
     return _as_array(claimed[given]), _as_array(right[given])
 
 
-def _draw_bins(ax: Axes, claimed: np.ndarray, right: np.ndarray, num_bins: int, histogram: bool) -> None:
+def _draw_bins(ax: Axes, claimed: np.ndarray, right: np.ndarray, num_bins: int) -> None:
     edges = np.linspace(0, 1, num_bins + 1)
     # A probability of 1 belongs to the last bin.
     numbers = np.minimum((claimed * num_bins).astype(int), num_bins - 1)
@@ -377,8 +333,7 @@ def _draw_bins(ax: Axes, claimed: np.ndarray, right: np.ndarray, num_bins: int, 
     filled = counts > 0
     confidence, accuracy, share = sums[filled] / counts[filled], rights[filled] / counts[filled], counts / counts.sum()
     error = float((share[filled] * np.abs(accuracy - confidence)).sum())
-    if histogram:
-        ax.bar(edges[:-1], share, 1 / num_bins, align="edge", color="0.85", edgecolor="white", label="share of labels")
+    ax.bar(edges[:-1], share, 1 / num_bins, align="edge", color="0.85", edgecolor="white", label="share of labels")
     ax.plot(confidence, accuracy, marker="o", clip_on=False, label=f"predictions, ECE {error:.3f}")
 
 

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.likelihoods.bernoulli import Bernoulli
-from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
+from laplace_sampling.likelihoods.labels import Labels
 from laplace_sampling.likelihoods.likelihood import Likelihood
 
 # Numbers of deviations that are worked on at once: a definition, 1 MiB.
@@ -134,15 +133,12 @@ class Calibration:
         return fitted.with_precision(torch.as_tensor(fitted.noise_precision) / self.noise)
 
 
-Labelled = Bernoulli | Categorical
-
-
-def labelled(likelihood: Likelihood) -> Labelled | None:
+def labelled(likelihood: Likelihood) -> Labels | None:
     """The likelihood of labels, one or several a datum, whatever the weights of data; None for any other."""
-    return likelihood.unweighted if isinstance(likelihood.unweighted, Labelled) else None
+    return likelihood.unweighted if isinstance(likelihood.unweighted, Labels) else None
 
 
-def labels_of(likelihood: Likelihood) -> Labelled:
+def labels_of(likelihood: Likelihood) -> Labels:
     labels = labelled(likelihood)
     assert labels is not None
     return labels

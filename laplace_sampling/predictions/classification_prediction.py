@@ -122,10 +122,8 @@ class ClassificationPrediction(SampledPrediction):
     @cached_property
     def _class_log_probs(self) -> Float[Tensor, "N S c"]:
         """Log probabilities of each class, by positions; of both labels of zero and one."""
-        logits = self._bound.positions(flattened(self._mirrored.double(), 2))
-        if isinstance(self._bound, Bernoulli):
-            logits = torch.cat([torch.zeros_like(logits), logits], -1)
-        return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
+        logs = self._bound.log_probs(flattened(self._mirrored.double(), 2))
+        return logs.logsumexp(0) - math.log(len(logs))
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
         if self._bound.is_soft(targets):
@@ -133,8 +131,8 @@ class ClassificationPrediction(SampledPrediction):
                 "`calibrate_conformal` needs labels, of which its guarantee is, but these targets are probabilities: "
                 "draw a label of each, as by `torch.distributions.Categorical(probs).sample()`."
             )
-        labels, given = flattened(targets).nan_to_num().long(), self._bound.given(targets)
-        chosen = self._class_log_probs.gather(-1, labels.where(given, 0)[..., None].to(self.outputs.device))[..., 0]
+        labels, given = self._bound.labels(targets)
+        chosen = self._class_log_probs.gather(-1, labels[..., None].to(self.outputs.device))[..., 0]
         # A log probability moves by twice as much as the logits, at most.
         of_outputs, of_deviations = rounding(self.outputs)
         raised = 2 * (of_outputs + of_deviations * float(self.deviations.abs().max())) - chosen

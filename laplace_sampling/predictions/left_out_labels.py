@@ -26,12 +26,11 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
+from laplace_sampling.linear_model.datum_rows import DatumRows
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, some_of
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.some_features import some_of
 from laplace_sampling.predictions.calibration import labelled, labels_of
 from laplace_sampling.predictions.loss_rise import LossBound, ShareUsed, cost_of_error_bars
 from laplace_sampling.solvers.recorded import recorded
@@ -136,7 +135,7 @@ def _kernel(
     sketch = cache(partial(_sketch, columns=columns, features=features, seed=seed))
 
     def rows_of(batch: Tensor) -> DatumRows:
-        rows = datum_rows(features, direction.expand(len(batch), -1), batch).scaled(scale)
+        rows = features.datum_rows(direction.expand(len(batch), -1), batch).scaled(scale)
         return rows.narrowed(sketch(rows.formed.shape[1]))
 
     rows = [rows_of(batch) for batch in some.split(together)]

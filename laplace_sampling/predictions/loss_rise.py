@@ -25,10 +25,9 @@ from torch import Tensor, zeros_like
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import mackay_root
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.features import Features, SomeFeatures, some_of
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
 from laplace_sampling.predictions.calibration import Calibration, label_losses, labelled
 from laplace_sampling.predictions.covariance_path import CovariancePath, function_draws
 from laplace_sampling.predictions.selection import (

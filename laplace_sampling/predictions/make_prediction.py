@@ -160,7 +160,7 @@ def _heads(
     parts, deviation_parts = layout.split(outputs), layout.split(deviations)
     ends = [0, *itertools.accumulate(layout.sizes)]
     heads = {}
-    for number, (name, family) in enumerate(likelihood.likelihoods.items()):
+    for number, (name, family) in enumerate(likelihood.heads.items()):
         columns = slice(ends[number], ends[number + 1])
         part = None if function is None else OfOutputs(function, columns, layout.size)
         heads[name] = make_prediction(parts[name], deviation_parts[name], family, function=part)

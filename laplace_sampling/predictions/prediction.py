@@ -131,13 +131,13 @@ class Prediction(ABC):
             )
         return self.conformal
 
-    def _prepared(self, y: Any, call: str, silent: list[str] | None = None) -> tuple[Likelihood, Tensor]:
+    def _prepared(self, y: Any, call: str, *, some_given: bool = True) -> tuple[Likelihood, Tensor]:
         """The likelihood of flattened outputs, and targets of the right shape.
 
         Args:
             y: the targets.
             call: to which they were given, for messages.
-            silent: takes the reason where all targets are missing, in place of an error.
+            some_given: whether there must be a target.
 
         Raises:
             TypeError, ValueError: for targets that are not of these predictions.
@@ -147,7 +147,7 @@ class Prediction(ABC):
             flaw, num = flaw_of(y, self.likelihood.takes_missing), len(self.outputs)
             if flaw is not None:
                 raise ValueError(f"the targets contain {flaw}.")
-            likelihood, targets = self.likelihood.prepare(self._layout, y, silent if num else [])
+            likelihood, targets = self.likelihood.prepare(self._layout, y, some_given=some_given and num > 0)
             if len(targets) != num:
                 raise ValueError(f"there are {len(targets)} targets for predictions of {num} data.")
         except (TypeError, ValueError) as error:
@@ -182,5 +182,5 @@ class SampledPrediction(Prediction):
 
     def _drawn(self, y: Any) -> tuple[Float[Tensor, "2K N C"], Likelihood, Tensor]:
         """Draws of the flattened outputs, the likelihood of these, and targets."""
-        likelihood, targets = self._prepared(y, "log_prob(y)", [])  # all may be missing: their probability is one
+        likelihood, targets = self._prepared(y, "log_prob(y)", some_given=False)
         return flattened(self._mirrored, 2), likelihood, targets.to(self.outputs.device)

@@ -112,7 +112,7 @@ class RegressionPrediction(_Intervals):
         Targets of NaN are missing: the density is of the others, and its logarithm 0 for a datum without any. A mean
         over data is one over those that have a target: leave the others out of it.
         """
-        targets = self._prepared(y, "log_prob(y)", [])[1].to(self.outputs)
+        targets = self._prepared(y, "log_prob(y)", some_given=False)[1].to(self.outputs)
         given = ~targets.isnan()
         if self._flat.shape[-1] == 1:
             # Of one output the variance is all there is: no matrix to factorise, which fails where it is infinite.

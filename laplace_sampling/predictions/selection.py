@@ -12,9 +12,8 @@ from torch import Tensor
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.features import Features, SomeFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.covariance_path import CovariancePath, by_rows, num_samples
 

@@ -30,9 +30,13 @@ from laplace_sampling.evidence.em import noise_update
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
-from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
+from laplace_sampling.linear_model.priors.prior import (
+    GaussianPrior,
+    IsotropicPrior,
+    LayerwisePrior,
+    Prior,
+    overall_precision,
+)
 from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.linearisation import Linearisation

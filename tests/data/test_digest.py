@@ -1,6 +1,6 @@
 import torch
 
-from laplace_sampling.data.digest import digest
+from laplace_sampling.data.batches import digest
 
 
 def test_names_dtypes_shapes_and_numbers_all_count() -> None:

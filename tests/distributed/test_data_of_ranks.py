@@ -42,24 +42,21 @@ class Read(Dataset):
         return torch.full((2,), float(index)), index % 3
 
 
-def _reads(num: int) -> tuple[list[int], Tensor, Tensor, int]:
+def _reads(num: int) -> tuple[list[int], Tensor, int]:
     dataset = Read(num)
     data = TrainingData(DataLoader(dataset, batch_size=4), processes=together())
     first = list(dataset.read)
     assert torch.equal(data.inputs(torch.arange(num)), torch.arange(num)[:, None].expand(-1, 2).float())
-    some = torch.tensor([17, 3, 8])
-    assert torch.equal(data.targets_of(some), some % 3)
-    return first, data.targets, data.all_targets(), data.batch_size
+    return first, data.targets, data.batch_size
 
 
-def test_each_process_reads_its_part_once_and_has_its_targets() -> None:
+def test_each_process_reads_its_part_once_and_has_all_targets() -> None:
     found = run_on_ranks(_reads, 3, 20)
     # The first batch is read twice by all, to see that it repeats.
     parts = [read[8:] for read, *_ in found]
     assert parts == [list(range(6)), list(range(6, 13)), list(range(13, 20))]
-    for part, (_, own, all_targets, size) in zip(parts, found, strict=True):
-        assert torch.equal(own, torch.tensor(part) % 3)
-        assert torch.equal(all_targets, torch.arange(20) % 3)
+    for _, targets, size in found:
+        assert torch.equal(targets, torch.arange(20) % 3)
         assert size == 4
 
 
@@ -68,7 +65,7 @@ def _inputs_of(num: int, sampler: bool, batch: int) -> tuple[Tensor, Tensor, int
     own = DistributedSampler(dataset, shuffle=True, seed=3) if sampler else None
     torch.manual_seed(dist.get_rank())
     data = TrainingData(DataLoader(dataset, batch, sampler=own, shuffle=not sampler), processes=together())
-    return data.inputs(torch.arange(data.num_data)), data.all_targets(), data.num_data
+    return data.inputs(torch.arange(data.num_data)), data.targets, data.num_data
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -179,18 +176,16 @@ def test_streams_that_differ_behind_the_first_batch_are_refused() -> None:
     assert all("streams" in text for text in run_on_ranks(_forked, 2))
 
 
-def _of_dtype(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _of_dtype(dtype: torch.dtype) -> Tensor:
     y = torch.arange(7).to(dtype)[:, None].expand(7, 2)
-    data = TrainingData(DataLoader(TensorDataset(torch.ones(7, 1), y), 2), processes=together())
-    return data.all_targets(), data.targets_of(torch.tensor([6, 1]))
+    return TrainingData(DataLoader(TensorDataset(torch.ones(7, 1), y), 2), processes=together()).targets
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.bfloat16, torch.float64, torch.int64])
 def test_targets_of_any_kind_are_put_together(dtype: torch.dtype) -> None:
     y = torch.arange(7).to(dtype)[:, None].expand(7, 2)
-    for all_targets, some in run_on_ranks(_of_dtype, 3, dtype):
-        assert torch.equal(all_targets, y)
-        assert torch.equal(some, y[[6, 1]])
+    for targets in run_on_ranks(_of_dtype, 3, dtype):
+        assert torch.equal(targets, y)
 
 
 def _other_held_out_data() -> str:

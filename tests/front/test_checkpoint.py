@@ -183,18 +183,6 @@ def test_products_that_are_there_are_not_made_again(path: Path, kills: Any) -> N
     assert not made
 
 
-@pytest.mark.slow
-def test_products_of_many_data_are_kept_in_parts(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = fitted("krylov", path)
-    whole = kills.entries
-    monkeypatch.setattr("laplace_sampling.linear_model.ggn._PART", 30)
-    kills(10**9)
-    assert_same(fitted("krylov", path), expected)
-    assert kills.entries > whole
-    killed("krylov", path, kills, kills.entries - 1)
-    assert_same(fitted("krylov", path), expected)
-
-
 def test_fit_at_given_precisions(path: Path, kills: Any) -> None:
     expected = laplace().fit(data(), progress=False)
     kills(3)

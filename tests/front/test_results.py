@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.checkpoint import Results
-from laplace_sampling.data.digest import digest
+from laplace_sampling.data.batches import digest
 from laplace_sampling.data.processes import ALONE
 from laplace_sampling.solvers.recorded import recorded, recording, stop_recording, unrecorded
 

@@ -232,11 +232,6 @@ def test_pipelines_searches_and_cross_validation() -> None:
     assert std.shape == (6,)
 
 
-class Tuple(nn.Linear):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().forward(x), x
-
-
 def test_bad_input_is_refused() -> None:
     for call in ("predict", "sample_y"):
         with pytest.raises(NotFittedError, match="LaplaceRegressor"):
@@ -246,16 +241,10 @@ def test_bad_input_is_refused() -> None:
     message = "outputs"
     with pytest.raises(ValueError, match=message):
         LaplaceRegressor(network(2)).fit(X, Y)
-    message = r"outputs.*\b{}\b"
+    message = r"\b{} outputs"
     for outputs in (1, 2):
         with pytest.raises(ValueError, match=message.format(outputs)):
             LaplaceClassifier(network(outputs)).fit(X, LABELS)
-    with pytest.raises(TypeError, match=r"\btuple\b"):
-        LaplaceRegressor(Tuple(3, 1)).fit(X, Y)
-    with pytest.raises(TypeError, match=r"\bstr\b"):
-        LaplaceRegressor("mlp").fit(X, Y)
-    with pytest.raises(TypeError, match=r"\bint\b"):
-        LaplaceRegressor(lambda inputs, outputs: inputs).fit(X, Y)
     with pytest.raises(ValueError, match="`y`"):
         LaplaceClassifier().fit(X, np.ones(40))
     with pytest.raises(ValueError, match="max_epochs"):

@@ -2,13 +2,17 @@ import pytest
 from cases import make_case
 
 from laplace_sampling import LinearisedLaplace, from_loss
-from laplace_sampling.likelihoods.as_likelihood import LIKELIHOODS, as_likelihood
+from laplace_sampling.likelihoods.as_likelihood import (
+    LIKELIHOODS,
+    as_likelihood,
+    likelihood_from_recipe,
+    recipe_of_likelihood,
+)
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
-from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
 
 
 def test_names_give_likelihoods() -> None:

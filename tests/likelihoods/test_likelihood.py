@@ -100,7 +100,6 @@ def test_saturated_logits_stay_finite() -> None:
         (Categorical(), (3, 1, 2, 2), torch.zeros(3, 2, 2).long(), ValueError, "class_dim"),
         (Categorical(), (3, 4, 2, 2), torch.zeros(3, 2).long(), ValueError, r"\[3, 2, 2\]"),
         (Categorical(-1), (3, 5, 4), torch.zeros(3, 4).long(), ValueError, "class_dim=1"),
-        (Categorical(), (3, 4), torch.full((3,), -100), ValueError, "ignore_index"),
         (Poisson(), (3, 1), torch.tensor([[-1], [0], [2]]), ValueError, "range"),
         (Poisson(), (3, 1), torch.tensor([[1.5], [0], [2]]), ValueError, "range"),
         (HeteroscedasticGaussian(), (3, 3), torch.zeros(3, 1), ValueError, "2D"),
@@ -120,5 +119,7 @@ def test_targets_are_tensors_of_real_numbers() -> None:
     for y, said in ((torch.ones(3, 1) + 0j, "complex"), (torch.tensor(1.0), "axis")):
         with pytest.raises(TypeError, match=said):
             Bernoulli().prepare(layout, y)
+    with pytest.raises(ValueError, match="ignore_index"):
+        Categorical().prepare(Layout.single((4,)), torch.full((3,), -100))
     with pytest.raises(ValueError, match="MultiTask"):
         MultiTask(3)  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from laplace_sampling.likelihoods.as_likelihood import likelihood_from_recipe, recipe_of_likelihood
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.from_loss import from_loss
@@ -11,7 +12,6 @@ from laplace_sampling.likelihoods.heteroscedastic_gaussian import Heteroscedasti
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
-from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
 
 LIKELIHOODS = [
     Gaussian(0.1),

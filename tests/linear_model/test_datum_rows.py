@@ -8,10 +8,9 @@ from cases import Case
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
-from laplace_sampling.linear_model.features import Features, ScaledFeatures
+from laplace_sampling.linear_model.datum_rows import DatumRows
+from laplace_sampling.linear_model.features import Features, ScaledFeatures, SomeFeatures
 from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import Operations
 
@@ -21,7 +20,7 @@ def check(features: Features, jacobian: Tensor) -> DatumRows:
     u = torch.randn(jacobian.shape[:2], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     parts = torch.arange(len(u)).split(features.batch_size)
     rows, expected = (
-        DatumRows.cat([datum_rows(features, u[part], part) for part in parts]),
+        DatumRows.cat([features.datum_rows(u[part], part) for part in parts]),
         torch.einsum("nc,ncp->np", u, jacobian),
     )
     assert_close(rows.dense(), expected)
@@ -68,7 +67,7 @@ def test_rows_of_some_data_and_of_scaled_features(network: tuple[nn.Module, Tens
 def test_rows_times_a_scale_of_each_weight(network: tuple[nn.Module, Tensor]) -> None:
     module, x = network
     features, every = features_at(Linearisation(module), x), torch.arange(9)
-    rows = datum_rows(features, torch.ones(9, 3, dtype=torch.float64), every)
+    rows = features.datum_rows(torch.ones(9, 3, dtype=torch.float64), every)
     even, uneven = torch.full((features.size,), 0.3).double(), torch.linspace(0.1, 2, features.size).double()
     assert rows.scaled(even).outer
     assert_close(rows.scaled(even).dense(), 0.3 * rows.dense())
@@ -80,10 +79,10 @@ def test_a_row_takes_a_forward_and_a_backward_pass(network: tuple[nn.Module, Ten
     module, x = network
     features, every = features_at(Linearisation(module), x), torch.arange(9)
     u = torch.ones(9, 3, dtype=torch.float64)
-    datum_rows(features, u, every)  # finds the layers
+    features.datum_rows(u, every)  # finds the layers
     before = features.network.products["vjp"]
     with Operations() as of_rows:
-        datum_rows(features, u, every)
+        features.datum_rows(u, every)
     assert features.network.products["vjp"] - before == 9
     with Operations() as of_gradient:
         features.vjp(u[None], every)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature, HeldCurvatures
-from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.dense_curvature import DenseCurvature
+from laplace_sampling.linear_model.ggn import GGN, HeldCurvatures
 from laplace_sampling.linear_model.kronecker import restored_curvature
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.solvers.lapack import sum_of_squares
@@ -103,7 +103,7 @@ def test_the_accumulated_matrix_is_the_dense_ggn(case: Case) -> None:
     ggn = ggn_of(case)
     B = reference.curvature(case.likelihood, ggn.outputs, case.y)
     expected = reference.ggn(reference.jacobian(case.model, case.x), B)
-    found = DenseCurvature.accumulated(ggn)
+    found = ggn.dense_curvature()
     assert_close(found.matmul(torch.eye(ggn.size, dtype=torch.float64)), expected, rtol=1e-6, atol=1e-9)
     assert found.passes == ggn.features.num_outputs / 2
 
@@ -113,9 +113,9 @@ def test_a_held_matrix_serves_every_noise_and_scale(monkeypatch: pytest.MonkeyPa
     scale = numbers(model.features.size)
     ggn = model.ggn(model.network_outputs)
     ggns = [replace(ggn, likelihood=Gaussian(noise)) for noise in (1.0, 3.0)]
-    plain = [DenseCurvature.accumulated(ggn).matrix for ggn in ggns]
+    plain = [ggn.dense_curvature().matrix for ggn in ggns]
     held.of(ggns[0], None)
-    monkeypatch.setattr(DenseCurvature, "accumulated", None)
+    monkeypatch.setattr(GGN, "accumulated", None)
     for ggn, matrix in zip(ggns[::-1], plain[::-1], strict=True):
         assert_close(held.of(ggn, None).matrix, matrix)
         for factor in (scale, torch.full_like(scale, 0.5)):
@@ -130,9 +130,9 @@ def test_each_row_is_computed_once(batch_size: int) -> None:
     ggn = replace(ggn, features=ggn.features.in_chunks(batch_size))
     features = ggn.features
     assert isinstance(features, NetworkFeatures)
-    DenseCurvature.accumulated(ggn)
+    ggn.dense_curvature()
     features.network.products.update(jvp=0, vjp=0)
-    DenseCurvature.accumulated(ggn)
+    ggn.dense_curvature()
     assert features.network.products == {"jvp": 0, "vjp": features.num_data * features.num_outputs}
 
 

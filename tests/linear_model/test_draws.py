@@ -1,7 +1,6 @@
 import torch
 
 from laplace_sampling.linear_model.draws import Draws, SeededNoise, Stream
-from laplace_sampling.linear_model.ggn import WhiteNoise
 
 
 def test_noise_belongs_to_a_datum() -> None:
@@ -11,7 +10,7 @@ def test_noise_belongs_to_a_datum() -> None:
     assert torch.equal(Draws(2, seed=0).noise(2)(torch.arange(600)), whole[:2])
     assert not torch.equal(Draws(3, seed=1).noise(2)(torch.arange(600)), whole)
     assert not torch.equal(Draws(3, seed=0, stream=1).noise(2)(torch.arange(600)), whole)
-    assert isinstance(noise, WhiteNoise)
+    assert isinstance(noise, SeededNoise)
     assert abs(float(whole.mean())) < 5 / 3600**0.5
     # Rows are independent: no two samples share a draw, nor two data.
     assert len(whole.unique()) == whole.numel()

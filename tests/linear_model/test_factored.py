@@ -20,7 +20,7 @@ from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import Kronecker
 from laplace_sampling.linear_model.layer_curvature import partial_traces, squares
 from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.methods.factored import Factored as FactoredMethod
 from laplace_sampling.networks.linearisation import Linearisation

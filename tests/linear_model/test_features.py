@@ -3,8 +3,7 @@ import torch
 from cases import FEW_CASES, Case
 from torch.testing import assert_close
 
-from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.row_blocks import row_blocks
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures, row_blocks
 
 
 @pytest.mark.parametrize("case", FEW_CASES, indirect=True)

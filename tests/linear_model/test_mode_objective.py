@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.linear_model import LinearModel, linear_model_mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.sgd import SGD

@@ -8,14 +8,19 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, SeededNoise
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.as_prior import PRIORS, as_prior, prior_from_recipe, recipe_of_prior
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
-from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior, ungrouped
+from laplace_sampling.linear_model.priors.prior import (
+    GaussianPrior,
+    GPrior,
+    IsotropicPrior,
+    Layers,
+    LayerwisePrior,
+    Prior,
+    ungrouped,
+)
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.operator import make_dense
 
@@ -156,7 +161,7 @@ class ByIndex(Prior):
 
     growth: float = 0.1
 
-    def build(self, ggn: GGN, layers: Layers, noise: WhiteNoise) -> GaussianPrior:
+    def build(self, ggn: GGN, layers: Layers, noise: SeededNoise) -> GaussianPrior:
         return ungrouped((1 + self.growth * torch.arange(ggn.size)).rsqrt().to(ggn.dtype), self.precision)
 
 

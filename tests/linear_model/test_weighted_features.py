@@ -3,7 +3,7 @@ from cases import make_case
 from torch.testing import assert_close
 
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.weighted_features import noise_weights, weigh
+from laplace_sampling.linear_model.tangent_model import noise_weights, weigh
 
 
 def test_noise_variances_as_lists() -> None:

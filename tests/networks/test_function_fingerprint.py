@@ -121,6 +121,6 @@ def test_many_outputs_are_thinned_and_files_hold_any_structure() -> None:
     fingerprint = FunctionFingerprint.of(network, TrainingData([(x, torch.zeros(6))]))
     assert fingerprint is not None
     assert fingerprint.outputs.shape == fingerprint.product.shape == (4, 2501)
-    again = FunctionFingerprint(**fingerprint.state())
+    again = FunctionFingerprint(**vars(fingerprint))
     assert again.difference(network) is None
     assert network.products == {"jvp": 0, "vjp": 0}

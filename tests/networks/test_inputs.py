@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from laplace_sampling import SGD, Categorical, Data, LinearisedLaplace
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.linear_model import tangent_model_of
+from laplace_sampling.linear_model import tangent_model
 
 generator = torch.Generator().manual_seed(0)
 A = torch.randn(9, 2, generator=generator, dtype=torch.float64)
@@ -45,7 +45,7 @@ def network(seed: int = 0) -> Inputs:
 
 
 def fit(data: Any, likelihood: str = "classification", **settings: Any) -> LinearisedLaplace:
-    options = {name: settings.pop(name) for name in ("unpack", "num_data") if name in settings}
+    options = {name: settings.pop(name) for name in ("unpack", "num_data", "weights") if name in settings}
     given = settings.pop("data", Data(**options))
     la = laplace_of(network(), likelihood, prior="isotropic", num_samples=4, **settings)
     return la.fit(data, progress=False, data=given)
@@ -137,7 +137,7 @@ def test_half_precision_inputs_are_widened() -> None:
 
 @pytest.fixture
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tangent_model_of, "TrainingData", partial(TrainingData, cache_bytes=0))
+    monkeypatch.setattr(tangent_model, "TrainingData", partial(TrainingData, cache_bytes=0))
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -267,23 +267,15 @@ def test_ready_made_batches_of_different_lengths_are_refused() -> None:
 
 
 def test_labels_in_bytes_are_padded_as_others() -> None:
-    def in_bytes(rows: list[int]) -> tuple[Any, Tensor]:
-        length = max(LENGTHS[i] for i in rows)
-        (x, _), tags = padded(rows, length), torch.zeros(len(rows), length, dtype=torch.uint8)
-        for n, i in enumerate(rows):
-            tags[n, : LENGTHS[i]] = TAGS[i]
-        return x, tags
+    def targets(dtype: torch.dtype) -> Tensor:
+        def collated(rows: list[int]) -> tuple[Any, Tensor]:
+            x, tags = collate(rows)
+            return x, tags.clamp(min=0).to(dtype)
 
-    def as_long(rows: list[int]) -> tuple[Any, Tensor]:
-        x, tags = in_bytes(rows)
-        return x, tags.long()
+        return TrainingData(DataLoader(Rows(lambda i: i, 7), batch_size=2, collate_fn=collated), fill=-100).targets
 
-    found, expected = (
-        TrainingData(DataLoader(Rows(lambda i: i, 7), batch_size=2, collate_fn=collation), fill=-100).targets
-        for collation in (in_bytes, as_long)
-    )
-    assert torch.equal(found, expected)
-    assert int(found.min()) == -100
+    assert torch.equal(targets(torch.uint8), targets(torch.long))
+    assert int(targets(torch.uint8).min()) == -100
 
 
 def test_targets_of_different_lengths_are_padded_for_labels_only() -> None:
@@ -326,12 +318,24 @@ def test_a_weight_of_two_is_the_datum_twice(likelihood: str, method: str) -> Non
             assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
-def test_weights_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        fit([(X, Y)], data=Data(weights=torch.ones(4)))
-    for wrong in (-torch.ones(9), torch.zeros(9), torch.full((9,), torch.nan)):
-        with pytest.raises(ValueError, match=r"weights.*finite"):
-            fit([(X, Y)], data=Data(weights=wrong))
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"weights": torch.ones(4)}, "shape"),
+        ({"weights": -torch.ones(9)}, r"weights.*finite"),
+        ({"weights": torch.zeros(9)}, r"weights.*finite"),
+        ({"weights": torch.full((9,), torch.nan)}, r"weights.*finite"),
+        ({"weights": "balanced"}, "balanced"),
+        ({"unpack": lambda batch: batch[0]}, "Tensor"),
+        ({"unpack": lambda batch: (*batch, 1)}, r"\['Tensor', 'Tensor', 'int'\]"),
+    ],
+)
+def test_weights_and_batches_that_are_none_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        fit([(X, Y)], **wrong)
+
+
+def test_weights_of_a_regression_are_no_noise_variances() -> None:
     ones = torch.ones(9)
     with pytest.raises(ValueError, match="Subset"):
         fit([(X, VALUES)], "regression", data=Data(weights=torch.tensor([0.0] + [1.0] * 8)))
@@ -344,14 +348,6 @@ def test_weights_in_any_form() -> None:
     expected = fit([(X, Y)], method="exact", data=Data(weights=torch.tensor(given))).samples_
     for weights in (given, torch.tensor(given).numpy()):
         assert torch.equal(fit([(X, Y)], method="exact", data=Data(weights=weights)).samples_, expected)
-    with pytest.raises(TypeError, match="balanced"):
-        fit([(X, Y)], data=Data(weights="balanced"))
-
-
-def test_unpack_must_give_inputs_and_targets() -> None:
-    for wrong, found in ((lambda b: b[0], "Tensor"), (lambda b: (*b, 1), r"\['Tensor', 'Tensor', 'int'\]")):
-        with pytest.raises(TypeError, match=found):
-            fit([(X, Y)], data=Data(unpack=wrong))
 
 
 def test_numbers_of_numpy_for_a_network_in_float32() -> None:

@@ -224,7 +224,7 @@ def test_errors_of_torch_in_a_network_say_of_what_they_are() -> None:
     network = Linearisation(nn.Linear(2, 3))
     with pytest.raises(ValueError, match=r"\[4, 5\]"):
         network(torch.zeros(4, 5))
-    with pytest.raises(TypeError, match=r"\[4, 2\], \[4, 2\]"):
+    with pytest.raises(TypeError, match=r"\[4, 2\].*\[4, 2\]"):
         network((torch.zeros(4, 2), torch.zeros(4, 2)))
     mixed = Linearisation(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).double()))
     with pytest.raises(ValueError, match=r"torch\.float64"):

@@ -55,13 +55,12 @@ def test_bands_over_the_inputs(x, level: float) -> None:
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("x", "y")
 
 
-@pytest.mark.parametrize("sort", ["mean", "error"])
-def test_bars_in_order(sort: str) -> None:
+def test_bars_in_the_order_of_the_mean() -> None:
     pred = predicted(Gaussian(4.0), 6, 1)
     y = torch.arange(6.0)[:, None]
-    ax = plot_error_bars(pred, y=y, sort=sort)
+    ax = plot_error_bars(pred, y=y)
     mean, halves = pred.outputs[:, 0], ends(pred, 0.95, 0.25)
-    order = mean.argsort() if sort == "mean" else halves[0].argsort()
+    order = mean.argsort()
     for bars, half in zip(ax.collections, halves, strict=True):
         drawn = sorted(bars.get_segments(), key=lambda segment: segment[0, 0])
         low, high = (mean - half)[order], (mean + half)[order]
@@ -70,7 +69,7 @@ def test_bars_in_order(sort: str) -> None:
     for line, values in zip(ax.lines, (mean, y[:, 0]), strict=True):
         drawn = line.get_xydata()
         assert_allclose(drawn[drawn[:, 0].argsort()], torch.stack([torch.arange(6), values[order]], 1))
-    assert ax.get_xlabel() == ("data, by mean" if sort == "mean" else "data, by width of the interval")
+    assert ax.get_xlabel() == "data, by mean"
 
 
 def test_one_of_several_outputs() -> None:
@@ -120,8 +119,6 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         plot_error_bars(pred, "abcd")
     with pytest.raises(ValueError, match="targets"):
         plot_error_bars(pred, X, torch.zeros(4))
-    with pytest.raises(ValueError, match="sort"):
-        plot_error_bars(pred, sort="x")
     with pytest.raises(ValueError, match=r"num_samples=\.\.\."):
         plot_error_bars(pred, X, num_samples=0.5)
     with pytest.raises(ValueError, match="level"):

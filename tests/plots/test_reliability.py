@@ -66,12 +66,6 @@ def test_torchmetrics_has_the_same_calibration_error() -> None:
     assert legend_of(plot_reliability(pred, y, num_bins=10))[0] == f"predictions, ECE {float(error):.3f}"
 
 
-def test_the_histogram_may_be_left_out() -> None:
-    ax = plot_reliability(predicted(Categorical(), 20, 4), labels_of(4, 20), histogram=False)
-    assert not ax.patches
-    assert len(legend_of(ax)) == 1
-
-
 @pytest.mark.parametrize("shape", [(200,), (200, 1), (80, 3)])
 def test_labels_of_zero_and_one_are_compared_with_the_probability_of_one(shape: tuple[int, ...]) -> None:
     pred, y = predicted(Bernoulli(), *shape), labels_of(2, *shape).double()

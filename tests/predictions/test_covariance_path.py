@@ -9,10 +9,8 @@ from problems import make_prior
 from torch.testing import assert_close
 
 from laplace_sampling.gp.posterior import GramPath, GramPosterior
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import ScaledFeatures
-from laplace_sampling.linear_model.some_features import SomeFeatures
+from laplace_sampling.linear_model.features import ScaledFeatures, SomeFeatures
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath, function_draws
 
 ALPHAS = torch.tensor([1e-3, 0.7, 40.0], dtype=torch.float64)
@@ -31,7 +29,7 @@ def path_of(kind: str, model, prior) -> CovariancePath:
     if kind == "weights":
         ggn = model.ggn(model.network_outputs)
         scaled = type(ggn)(ScaledFeatures(ggn.features, prior.scale), ggn.likelihood, ggn.outputs, ggn.targets)
-        return FactoredPath(DenseCurvature.accumulated(scaled), prior)
+        return FactoredPath(scaled.dense_curvature(), prior)
     return GramPath(GramPosterior.of(model, prior))
 
 

@@ -14,7 +14,6 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.likelihoods.weighted import weighted
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import ungrouped
@@ -52,7 +51,7 @@ def problem(
 
 def path_of(model: LinearModel) -> CovariancePath:
     prior = ungrouped(torch.ones(P, dtype=torch.float64), 1.0)
-    return FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
+    return FactoredPath(model.ggn(model.network_outputs).dense_curvature(), prior)
 
 
 def select(model: LinearModel, path: CovariancePath, **settings: Any) -> float:

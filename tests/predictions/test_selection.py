@@ -14,12 +14,10 @@ from torch.distributions import MultivariateNormal, Normal
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.weighted import weighted
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.features import DenseFeatures, SomeFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import ungrouped
-from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration, calibrate, own_temperature
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath, function_draws
 from laplace_sampling.predictions.loss_rise import LossRise, SelfConsistency
@@ -36,7 +34,7 @@ def problem(name: str, confidence: float = 1.0) -> tuple[LinearModel, FactoredPa
     model = case.linear_model("affine")
     model = replace(model, network_outputs=confidence * model.network_outputs)
     prior = make_prior(model, case, "isotropic")
-    return model, FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
+    return model, FactoredPath(model.ggn(model.network_outputs).dense_curvature(), prior)
 
 
 def ratio_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 4000) -> float:
@@ -145,7 +143,7 @@ def test_a_datum_of_weight_two_counts_as_two() -> None:
     likelihood, targets = weighted(case.likelihood, case.y, weights)
     heavy = replace(model, likelihood=likelihood, targets=targets)
     prior = make_prior(model, case, "isotropic")
-    path = FactoredPath(DenseCurvature.accumulated(heavy.ggn(heavy.network_outputs)), prior)
+    path = FactoredPath(heavy.ggn(heavy.network_outputs).dense_curvature(), prior)
     again = torch.cat([torch.arange(8), torch.tensor([0])])
     double = replace(
         model,
@@ -272,7 +270,7 @@ def many() -> tuple[LinearModel, CovariancePath, Validation]:
         targets=y[:100],
     )
     prior = ungrouped(torch.ones(40, dtype=torch.float64), 1.0)
-    path = FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
+    path = FactoredPath(model.ggn(model.network_outputs).dense_curvature(), prior)
     return model, path, Validation(on_data(model, J[100:], 3 * f[100:], y[100:]))
 
 
@@ -304,7 +302,7 @@ def held_out(model: LinearModel, seed: int = 0) -> Validation:
 def test_held_out_targets_are_likeliest_at_the_precisions_of_a_regression(name: str, learn: bool) -> None:
     model, path = problem(name)
     model = replace(model, likelihood=Gaussian(2.0, learn=learn))
-    path = replace(path, curvature=DenseCurvature.accumulated(model.ggn(model.network_outputs)))
+    path = replace(path, curvature=model.ggn(model.network_outputs).dense_curvature())
     rule = held_out(model)
     found = rule.select(model, path, BOUNDS, 0, 1.0)
     J = torch.cat([model.features.rows(batch) for batch in model.features.chunks()])
@@ -407,7 +405,7 @@ def test_error_bars_of_a_regression_are_as_wide_as_the_price_allows() -> None:
         likelihood=Gaussian(2.0),
     )
     prior = ungrouped(torch.ones(5, dtype=torch.float64), 1.0)
-    path = FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
+    path = FactoredPath(model.ggn(model.network_outputs).dense_curvature(), prior)
     rule = Validation(on_data(model, J[100:], torch.zeros(300, 1, dtype=torch.float64), y[100:]))
     found = rule.select(model, path, BOUNDS, 0, 1.0)
     G, values = J[:4, 0].T @ J[:4, 0], []
@@ -429,7 +427,7 @@ def test_few_held_out_targets_choose_the_widest_error_bars_within_the_price_of_t
     """Of the rule's own precisions, by dense algebra, with the priors of noise and ratio."""
     model, path = problem("regression_many_data")
     model = replace(model, likelihood=Gaussian(2.0, learn=True))
-    path = replace(path, curvature=DenseCurvature.accumulated(model.ggn(model.network_outputs)))
+    path = replace(path, curvature=model.ggn(model.network_outputs).dense_curvature())
     rule = held_out(model)
     targets = rule.model.network_outputs + factor * (rule.model.targets - rule.model.network_outputs)
     few = SomeFeatures(rule.model.features, torch.arange(3))

@@ -11,8 +11,8 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.mode_objective import linear_model_mode
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.linear_model import linear_model_mode
+from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.preconditioners import Nystrom

@@ -3,13 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
-from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
-from laplace_sampling.linear_model.priors.prior import Prior
+from laplace_sampling.linear_model.priors.prior import GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.solvers.checks import refuse_class
-
-__all__ = ["PRIORS", "as_prior", "prior_from_recipe", "recipe_of_prior"]
 
 # A new prior is a line here: users can then give its name, and saved files can hold it.
 PRIORS: dict[str, type[Prior]] = {
