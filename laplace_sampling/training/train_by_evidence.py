@@ -287,7 +287,7 @@ def _step(
     def closure() -> Any:
         optimiser.zero_grad()
         output, layout = read(model(*args, **kwargs), num_rows(x))
-        of_outputs, targets = likelihood.prepare(layout, y, [])  # a batch may have no targets
+        of_outputs, targets = likelihood.prepare(layout, y, some_given=False)  # a batch may have no targets
         loss = of_outputs.loss(output.reshape(len(output), -1), targets).mean() / _loss_unit(likelihood)
         loss = loss + 0.5 * sum(value * weights[name].square().sum() for name, value in decay.items())
         loss.backward()

@@ -353,7 +353,7 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     with pytest.warns(CalibrationWarning, match=r"-1\.1\b"):
         la.fit_hyperparameters([train], criterion=Evidence(precision_bounds=(1e-9, 1e-7)), progress=False)
     one = nn.Linear(2, 1).double()
-    nn.init.constant_(one.weight, 5.0)
+    nn.init.constant_(one.weight, 500.0)
     binary = LinearisedLaplace(one, "binary", prior="isotropic")
     points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = (points.sum(1, keepdim=True) > 0).double()

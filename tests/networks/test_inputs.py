@@ -44,11 +44,11 @@ def network(seed: int = 0) -> Inputs:
         return Inputs(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))).double()
 
 
-def fit(data: Any, likelihood: str = "classification", **settings: Any) -> LinearisedLaplace:
+def fit(loader: Any, likelihood: str = "classification", **settings: Any) -> LinearisedLaplace:
     options = {name: settings.pop(name) for name in ("unpack", "num_data", "weights") if name in settings}
     given = settings.pop("data", Data(**options))
     la = laplace_of(network(), likelihood, prior="isotropic", num_samples=4, **settings)
-    return la.fit(data, progress=False, data=given)
+    return la.fit(loader, progress=False, data=given)
 
 
 class Rows(Dataset):
