@@ -28,13 +28,17 @@ from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.stochastic import Stochastic
 from laplace_sampling.methods.subset import Subset
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.make_prediction import CountPrediction, MultiTaskPrediction
 from laplace_sampling.predictions.model_score import Comparison, Score, compare
-from laplace_sampling.predictions.prediction import Prediction
-from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
+from laplace_sampling.predictions.prediction import (
+    ClassificationPrediction,
+    CountPrediction,
+    HeteroscedasticPrediction,
+    MultiTaskPrediction,
+    Prediction,
+    RegressionPrediction,
+)
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
 from laplace_sampling.solvers.svrg import SVRG

@@ -39,10 +39,8 @@ from laplace_sampling.predict import check_options, checked_inputs, predict, sam
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.make_prediction import check_quantities
 from laplace_sampling.predictions.model_score import Score
-from laplace_sampling.predictions.prediction import Prediction
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction, check_quantities
 from laplace_sampling.preparation import plan_of, prepare, prepare_with_held_out, restore_fit
 from laplace_sampling.production import module_of, predictions_of
 from laplace_sampling.scored import evidence_score, left_out_score

@@ -28,8 +28,7 @@ from laplace_sampling.predictions.calibration import (
     labels_of,
     parts_of,
 )
-from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.left_out import left_out_regression, regression_log_probs
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut, left_out_regression, regression_log_probs
 from laplace_sampling.solvers.recorded import recorded
 
 # Training data that are looked at for a score or a scale, at most, and numbers of their deviations in memory.

@@ -31,11 +31,14 @@ from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.function_covariance import FunctionCovariance, OnRequest, Scaled
-from laplace_sampling.predictions.head_covariance import factored_covariance
-from laplace_sampling.predictions.make_prediction import make_prediction
-from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.predictions.function_covariance import (
+    DenseCovariance,
+    FunctionCovariance,
+    OnRequest,
+    Scaled,
+    factored_covariance,
+)
+from laplace_sampling.predictions.prediction import Prediction, make_prediction
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
 __all__ = ["check_options", "checked_inputs", "covariance_of", "predict", "samples_for"]

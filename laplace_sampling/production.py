@@ -18,8 +18,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.make_prediction import check_quantities
-from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.predictions.prediction import Prediction, check_quantities
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.progress import progress_bar
 

@@ -21,7 +21,7 @@ from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
-from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.predictions.prediction import make_prediction
 from laplace_sampling.solvers.preconditioners import Factored
 
 

@@ -88,7 +88,13 @@ class TangentSurrogate(TangentGP, GPyTorchModel, FantasizeMixin):  # pyright: ig
         kernel, noise = cast(Any, self.covar_module), cast(Any, self.likelihood)
         kernel.prior_precision, noise.noise = self.optimum.precision, 1 / self.optimum.noise_precision
         if not self.optimum.converged:
-            warnings.warn(_problem(self.optimum), ConvergenceWarning, stacklevel=2)
+            warnings.warn(
+                "`TangentSurrogate` found no maximum of the evidence, and takes "
+                f"prior_precision={self.optimum.precision:.3g}, noise_precision={self.optimum.noise_precision:.3g}. "
+                "The network fits `train_Y` exactly, or its tangent has no part in it: check the data, or give both.",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def _largest_evidence(self, prior_precision: float | None, noise_precision: float | None) -> Optimum:
@@ -175,19 +181,4 @@ def _likelihood(num_outputs: int) -> Any:
         return gpytorch.likelihoods.GaussianLikelihood(noise_constraint=constraint)
     return gpytorch.likelihoods.MultitaskGaussianLikelihood(
         num_tasks=num_outputs, noise_constraint=constraint, has_task_noise=False
-    )
-
-
-def _problem(optimum: Optimum) -> str:
-    if not optimum.at_bounds:
-        return (
-            "`TangentSurrogate` found no maximum of the evidence to rounding: its gradient in log α and log b is "
-            f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `network.double()`."
-        )
-    values = {"precision": optimum.precision, "noise_precision": optimum.noise_precision}
-    ended = ", ".join(f"{'prior_' * (n == 'precision')}{n} = {values[n]:.3g}" for n in optimum.at_bounds)
-    return (
-        f"The evidence of a `TangentSurrogate` has no maximum: it ended at a bound, {ended}. The network fits "
-        "`train_Y` exactly, or its tangent has no part in it. Check the data, or give `prior_precision` and "
-        "`noise_precision`."
     )

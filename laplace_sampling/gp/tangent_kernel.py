@@ -22,7 +22,6 @@ from laplace_sampling.solvers.checks import as_numbers, check_positive
 
 MEANS = ("network", "affine", "homogeneous")
 _SINGLE = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
-_COMBINED = (gpytorch.kernels.AdditiveKernel, gpytorch.kernels.ProductKernel)
 
 
 class TangentKernel(gpytorch.kernels.Kernel):
@@ -336,7 +335,11 @@ class TangentGP(gpytorch.models.ExactGP):
                 f"but got {list(y.shape)}."
             )
         self._check_likelihood(C)
-        self._check_kernel(C, x)
+        if (size := self.covar_module(x[..., :1, :]).shape[-1]) != C:
+            raise ValueError(
+                f"`TangentGP` with a network of {_outputs(C)} needs a kernel of as many, but "
+                f"{type(self.covar_module).__name__} is of {size}."
+            )
 
     def _check_likelihood(self, C: int) -> None:
         tasks = getattr(self.likelihood, "num_tasks", 1 if isinstance(self.likelihood, _SINGLE) else C)
@@ -346,19 +349,6 @@ class TangentGP(gpytorch.models.ExactGP):
                 f"`TangentGP` with a network of {_outputs(C)} needs a likelihood of as many, as `{needed}`, but got a "
                 f"{type(self.likelihood).__name__} of {tasks}."
             )
-
-    def _check_kernel(self, C: int, x: Tensor) -> None:
-        """Raise if the kernel is not of `C` outputs, or adds or multiplies kernels of different numbers of outputs."""
-        groups = [[self.covar_module], *(k.kernels for k in self.covar_module.modules() if isinstance(k, _COMBINED))]
-        for position, kernels in enumerate(cast(list[list[Any]], groups)):
-            sizes = [kernel(x[..., :1, :]).shape[-1] for kernel in kernels]
-            wanted = C if position == 0 else max(sizes)
-            for kernel, size in zip(kernels, sizes, strict=True):
-                if size != wanted:
-                    raise ValueError(
-                        f"`TangentGP` with a network of {_outputs(C)}: its kernel must be of {_outputs(wanted)} here, "
-                        f"but {type(kernel).__name__} is of {size}; `MultitaskKernel(kernel, num_tasks={C})` is not."
-                    )
 
     def forward(self, x: Float[Tensor, "*B N D"]) -> gpytorch.distributions.MultivariateNormal:
         """The prior at some inputs."""

@@ -34,9 +34,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.random_weights import Subset
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
-from laplace_sampling.predictions.prediction import Prediction
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.prediction import ClassificationPrediction, Prediction, RegressionPrediction
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
 # What an estimator takes.

@@ -47,7 +47,7 @@ from laplace_sampling.methods.solver_method import (
     tuned_by_spectrum,
 )
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.dense_covariance import DenseCovariance
+from laplace_sampling.predictions.function_covariance import DenseCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG

@@ -39,9 +39,8 @@ from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.diagnosis import Accuracy
-from laplace_sampling.predictions.function_covariance import FunctionCovariance
+from laplace_sampling.predictions.function_covariance import DenseCovariance, FunctionCovariance
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG

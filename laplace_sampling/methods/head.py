@@ -20,10 +20,9 @@ from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Tuning, has_path
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.solver_method import tuned_by_spectrum
-from laplace_sampling.predictions.covariance_path import CovariancePath
+from laplace_sampling.predictions.covariance_path import CovariancePath, HeadPath
 from laplace_sampling.predictions.diagnosis import Accuracy
-from laplace_sampling.predictions.function_covariance import FunctionCovariance
-from laplace_sampling.predictions.head_covariance import HeadPath, factored_covariance
+from laplace_sampling.predictions.function_covariance import FunctionCovariance, factored_covariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 
 # Tolerance of the mode in a search for the largest evidence, a definition; and in units of rounding: 100 were too few.

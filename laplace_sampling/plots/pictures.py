@@ -10,9 +10,12 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
-from laplace_sampling.predictions.prediction import Prediction
-from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
+from laplace_sampling.predictions.prediction import (
+    ClassificationPrediction,
+    HeteroscedasticPrediction,
+    Prediction,
+    RegressionPrediction,
+)
 from laplace_sampling.solvers.checks import as_numbers, check_whole
 
 Axes = Any  # of matplotlib, which may not be there

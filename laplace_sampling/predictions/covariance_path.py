@@ -11,6 +11,8 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.head_covariances import head_covariances
+from laplace_sampling.linear_model.head_curvature import head_inputs
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.solvers.preconditioners import Factored
@@ -106,6 +108,21 @@ class FactoredPath(CovariancePath):
             return features.outputs(self.curvature.solve_root(white, alpha).to(scale) * scale).double()
 
         return torch.cat([outputs(group) for group in draws.groups(together)])
+
+
+@dataclass(frozen=True)
+class HeadPath(FactoredPath):
+    """The path of a linear layer: its inputs take the place of rows."""
+
+    def covariances(self, features: Features, alphas: Float[Tensor, " A"]) -> Float[Tensor, "A N C C"]:
+        parts = []
+        for batch in features.chunks():
+            found = head_inputs(features, batch)
+            if found is None:  # validation data of a network whose layer was not found
+                return super().covariances(features, alphas)
+            assert isinstance(self.curvature, Factored)
+            parts.append(head_covariances(self.curvature, *found, alphas, self.prior.scale))
+        return torch.cat(parts, dim=1)
 
 
 def function_draws(

@@ -1,19 +1,28 @@
-"""What `predict` returns: the network's output with joint samples of the function around it."""
+"""What `predict` returns: the network's output with joint samples of the function around it, by a table of kinds."""
 
+import itertools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
 from laplace_sampling.data.batches import Layout, as_tensors, flattened, flaw_of
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.predictions.conformal import SplitConformal, check_level
-from laplace_sampling.predictions.function_covariance import FunctionCovariance
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.predictions.conformal import SplitConformal, check_level, rounding
+from laplace_sampling.predictions.function_covariance import FunctionCovariance, OfOutputs
 
 
 @dataclass(frozen=True)
@@ -184,3 +193,461 @@ class SampledPrediction(Prediction):
         """Draws of the flattened outputs, the likelihood of these, and targets."""
         likelihood, targets = self._prepared(y, "log_prob(y)", some_given=False)
         return flattened(self._mirrored, 2), likelihood, targets.to(self.outputs.device)
+
+
+class _Intervals(Prediction):
+    """Intervals of targets that have a mean and a variance."""
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def observation_variance(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def noise_variance(self) -> Tensor: ...
+
+    @property
+    def epistemic(self) -> Float[Tensor, " N"]:
+        """How little the data say of a datum: `√(Σ var f)`, summed over its outputs, in the units of the targets."""
+        return self._total_stddev
+
+    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "N *D"], Float[Tensor, "N *D"]]:
+        """Lower and upper ends of an interval that contains each observation with this probability.
+
+        After `calibrate_conformal` that is guaranteed for data like those that it saw, on average over inputs and for
+        each output by itself, and ends are infinite where these are too few for the level, fewer than `q/(1 − q)`.
+        Else it is as true as the model is: `f ± z √(var f + σ²)` with the quantile `z` of a normal distribution.
+
+        Raises:
+            ValueError: for a level that is no probability; for predictions of fewer samples, or of another shape, than
+                those that `calibrate_conformal` saw.
+        """
+        mean, variance = self.mean, self.observation_variance
+        conformal = self._conformal_at("interval(level)", level, mean.shape[1:].numel())
+        if conformal is None:
+            half = math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).to(variance) * variance.sqrt()
+            return mean - half, mean + half
+        half = conformal.largest(level).to(variance).reshape(mean.shape[1:]) * variance.sqrt()
+        return mean - half, mean + half
+
+    def scores_of(self, targets: Tensor) -> Float[Tensor, "N D"]:
+        error = (targets.to(self.mean).reshape(self.mean.shape) - self.mean).abs()
+        of_outputs, of_deviations = rounding(self.mean)
+        scores = (error + of_outputs).double() / self.observation_variance.sqrt().double() * (1 + of_deviations)
+        return flattened(scores)
+
+
+@dataclass(frozen=True)
+class RegressionPrediction(_Intervals):
+    """Predictions of a regression; everything in the units of the targets.
+
+    `noise_scale` is `R` of heteroscedastic noise at these inputs, in the shape of the outputs.
+    """
+
+    noise_scale: Tensor | None = field(default=None, kw_only=True)
+    has_noise: bool = field(default=True, kw_only=True)
+
+    @property
+    def mean(self) -> Float[Tensor, "N *C"]:
+        """The network's own output."""
+        return self.outputs
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """`R/b`, the variance of the observation noise: a scalar, one an output, or one for each input and output."""
+        assert isinstance(self.likelihood, Gaussian)
+        if not self.has_noise:
+            raise ValueError(
+                "The noise is that of the measurements `y = T f(x) + noise`, not of the outputs: `predict(x, "
+                "observed=True)` predicts measurements."
+            )
+        variance = 1 / self.likelihood.precision(self.outputs)
+        variance = variance.reshape(self.outputs.shape[1:]) if variance.numel() > 1 else variance
+        return variance if self.noise_scale is None else variance * self.noise_scale
+
+    def distribution(self) -> LowRankMultivariateNormal | MultivariateNormal:
+        """The distribution of new observations, with noise: for each input a Gaussian over its (flattened) outputs."""
+        shape = self._flat.shape[1:]
+        mean, noise = self.outputs.reshape(shape), self.noise_variance
+        noise = noise.reshape(shape) if self.noise_scale is not None else noise.flatten().expand(shape)
+        if self.function is not None:
+            return MultivariateNormal(mean, self._blocks + torch.diag_embed(noise))
+        factor = self._flat.permute(1, 2, 0) / math.sqrt(len(self.deviations))
+        # Torch's checks of arguments fail for a batch of no data.
+        return LowRankMultivariateNormal(mean, factor, noise, validate_args=None if len(mean) else False)
+
+    @property
+    def observation_variance(self) -> Float[Tensor, "N *C"]:
+        """Variance of a new observation, `variance + noise_variance`."""
+        return self.variance + self.noise_variance
+
+    def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
+        """Log density of each observation, noise included, joint over its outputs; `y` has the shape of `mean`.
+
+        Targets of NaN are missing: the density is of the others, and its logarithm 0 for a datum without any. A mean
+        over data is one over those that have a target: leave the others out of it.
+        """
+        targets = self._prepared(y, "log_prob(y)", some_given=False)[1].to(self.outputs)
+        given = ~targets.isnan()
+        if self._flat.shape[-1] == 1:
+            # Of one output the variance is all there is: no matrix to factorise, which fails where it is infinite.
+            variance = self.observation_variance
+            squares = (targets.reshape(self.outputs.shape) - self.outputs) ** 2
+            return -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi)).where(given, 0).flatten()
+        if not len(targets):  # which torch's densities of several outputs do not take
+            return targets.new_zeros(0)
+        error, distribution = flattened(targets - self.outputs), self.distribution()
+        if bool(given.all()):
+            return distribution.log_prob(flattened(targets))
+        if isinstance(distribution, MultivariateNormal):
+            return log_density(error, distribution.covariance_matrix)
+        # As `log_density`, without matrices of all outputs.
+        given = given.reshape(error.shape)
+        factor, noise = distribution.cov_factor * given[..., None], distribution.cov_diag.where(given, 1)
+        error = error.where(given, 0)
+        joint = LowRankMultivariateNormal(torch.zeros_like(error), factor, noise).log_prob(error)
+        return joint + 0.5 * math.log(2 * math.pi) * (~given).sum(1).to(joint)
+
+
+@dataclass(frozen=True)
+class HeteroscedasticPrediction(SampledPrediction, _Intervals):
+    """Predictions of a regression whose network gives means and log variances, halves of axis 1 of its outputs.
+
+    `samples`, `variance` and `stddev` are of the mean; `covariance()` and `joint_covariance()` of both, flattened.
+    """
+
+    @property
+    def mean(self) -> Float[Tensor, "N *D"]:
+        """The network's own means."""
+        return self.outputs.chunk(2, 1)[0]
+
+    @property
+    def samples(self) -> Float[Tensor, "K N *D"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Draws of the mean."""
+        return (self.outputs + self.deviations).chunk(2, 2)[0]
+
+    @property
+    def variance(self) -> Float[Tensor, "N *D"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The variance of the mean, without noise: what more data would remove."""
+        return self._variances.chunk(2, 1)[0]
+
+    @cached_property
+    def noise_variance(self) -> Float[Tensor, "N *D"]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Expected variance of the noise, `E[eˢ] = exp(s + ½ var s)` of a Gaussian log variance `s`."""
+        return (self.outputs.chunk(2, 1)[1] + self._variances.chunk(2, 1)[1] / 2).exp()
+
+    @property
+    def observation_variance(self) -> Float[Tensor, "N *D"]:
+        """Variance of a new observation, `variance + noise_variance`."""
+        return self.variance + self.noise_variance
+
+
+@dataclass(frozen=True)
+class ClassificationPrediction(SampledPrediction):
+    """Predictions of a classification: categorical over an axis of the outputs, or Bernoulli for each output."""
+
+    @property
+    def logits(self) -> Float[Tensor, "N *C"]:
+        """The network's own output."""
+        return self.outputs
+
+    @property
+    def probs(self) -> Float[Tensor, "N *C"]:
+        """Predictive probabilities with the default link, `probs_with("mc")`."""
+        return self.probs_with("mc")
+
+    def probs_with(self, link: str) -> Float[Tensor, "N *C"]:
+        r"""Predictive probabilities `E[σ(f)]`, by one of three links.
+
+        - `"mc"`: the mean of softmax (or sigmoid) over the samples `f ± φ(x) ζ_k` (thesis eq. 6.15).
+        - `"probit"`: `σ(f / √(1 + (π/8) var f))`, MacKay's factor `π/8` for each logit (the paper prints `π/2`).
+        - `"bridge"`: the mean of the Dirichlet of the Laplace bridge (Hobbhahn et al. 2022), after the Gaussian is
+          conditioned on logits that sum to zero; categorical likelihoods only.
+        """
+        if link == "mc":
+            return self._link(self._mirrored).mean(0)
+        if link == "probit":
+            return self._link(self.outputs / (1 + math.pi / 8 * self.variance).sqrt())
+        if link == "bridge":
+            return self._bridge()
+        raise ValueError(f'`probs_with({link!r})` is not known; use "mc", "probit" or "bridge".')
+
+    @property
+    def _bound(self) -> Categorical | Bernoulli:
+        bound = self.likelihood.bind(self._layout)
+        assert isinstance(bound, Categorical | Bernoulli)
+        return bound
+
+    def _link(self, logits: Tensor) -> Tensor:
+        flat = flattened(logits, logits.dim() - len(self._layout.shape))
+        return self._bound.link(flat).reshape(logits.shape)
+
+    def _bridge(self) -> Tensor:
+        if not isinstance(self.likelihood, Categorical):
+            raise ValueError(
+                'The Laplace bridge of a single logit has mean sigmoid(f) whatever the variance; use "mc" or "probit".'
+            )
+        likelihood = self._bound
+        assert isinstance(likelihood, Categorical)
+        mean, variance = self._conditioned_on_zero_sum()
+        num = mean.shape[-1]
+        # Parameters of the Dirichlet that matches mean and variance of the logits.
+        log_terms = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(num)
+        alpha = (1 - 2 / num + log_terms.exp()) / variance
+        return likelihood.flat(alpha / alpha.sum(-1, keepdim=True)).reshape(self.outputs.shape)
+
+    def _conditioned_on_zero_sum(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the logits given that those of a position sum to zero, as a Dirichlet's do."""
+        outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
+        # From samples, cov(f, Σf) and var(Σf) need no C × C matrix.
+        if self.function is not None:
+            if outputs.shape[1] > 1:
+                raise ValueError('The Laplace bridge of several positions is not there; use "mc" or "probit".')
+            cross = self._blocks.sum(-1)[:, None]
+            total_variance = cross.sum(-1, keepdim=True)
+        else:
+            total = draws.sum(-1, keepdim=True)
+            cross, total_variance = (draws * total).mean(0), (total**2).mean(0)
+        # Samples that are all zero have a sum of no variance.
+        total_variance = total_variance.clamp_min(torch.finfo(cross.dtype).tiny)
+        unconditional = self._classes(self.variance)
+        mean = outputs - cross * outputs.sum(-1, keepdim=True) / total_variance
+        variance = (unconditional - cross**2 / total_variance).clamp_min(1e-12 * unconditional + 1e-30)
+        return mean, variance
+
+    def _classes(self, f: Tensor) -> Float[Tensor, "*K N S c"]:
+        """Logits with the classes last, by positions."""
+        bound = self._bound
+        assert isinstance(bound, Categorical)
+        return bound.positions(flattened(f, f.dim() - len(self._layout.shape)))
+
+    def prediction_set(self, level: float = 0.95) -> Bool[Tensor, "N *C"]:
+        """Which classes belong to a set that contains the label with this probability.
+
+        For labels of zero and one the set of each output is `[..., 2]`. After `calibrate_conformal` the probability is
+        guaranteed for data like those that it saw, on average over inputs, and for each position or output by itself:
+        the set has the classes that are no less probable than a threshold, and may be empty; it has all classes where
+        these data are too few for the level, fewer than `q/(1 − q)`. Else the set has the most probable classes, up to
+        and with that at which their probabilities reach the level.
+
+        Raises:
+            ValueError: for a level that is no probability; for predictions of fewer samples, or of another shape, than
+                those that `calibrate_conformal` saw.
+        """
+        log_probs = self._class_log_probs
+        conformal = self._conformal_at("prediction_set(level)", level, log_probs.shape[1])
+        if conformal is None:
+            ordered, order = log_probs.exp().sort(-1, descending=True)
+            # A class belongs to the set if those before it do not reach the level.
+            belongs = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < level)
+        else:
+            belongs = -log_probs <= conformal.largest(level).to(log_probs)[:, None]
+        if isinstance(self._bound, Bernoulli):
+            return belongs.reshape(*self.outputs.shape, 2)
+        return self._bound.flat(belongs).reshape(self.outputs.shape)
+
+    @cached_property
+    def _class_log_probs(self) -> Float[Tensor, "N S c"]:
+        """Log probabilities of each class, by positions; of both labels of zero and one."""
+        logs = self._bound.log_probs(flattened(self._mirrored.double(), 2))
+        return logs.logsumexp(0) - math.log(len(logs))
+
+    def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
+        if self._bound.is_soft(targets):
+            raise ValueError(
+                "`calibrate_conformal` needs labels, of which its guarantee is, but these targets are probabilities: "
+                "draw a label of each, as by `torch.distributions.Categorical(probs).sample()`."
+            )
+        labels, given = self._bound.labels(targets)
+        chosen = self._class_log_probs.gather(-1, labels[..., None].to(self.outputs.device))[..., 0]
+        # A log probability moves by twice as much as the logits, at most.
+        of_outputs, of_deviations = rounding(self.outputs)
+        raised = 2 * (of_outputs + of_deviations * float(self.deviations.abs().max())) - chosen
+        return raised.where(given.to(chosen.device), torch.nan)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the predictive probabilities, in nats: total uncertainty; of each datum, position or output."""
+        return self._entropy(self.probs)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Entropy of the mean minus mean of the entropies over samples, in nats: what more data would remove."""
+        return (self.entropy - self._entropy(self._link(self._mirrored)).mean(0)).clamp_min(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        r"""How unlike the training data a datum is, or how likely wrong: larger for worse; shape as of `entropy`.
+
+        The variance of the log-odds `m_c = f_t − f_c` between the most probable class `t` and the others, relative to
+        their size, times the number of classes between which the prediction is undecided,
+
+            exp(H) · Σ_c var(m_c) / Σ_c (1 + m_c²).
+
+        For labels of zero and one, `m = f`. It is no probability and has no unit: it ranks inputs. The variance of
+        logits itself grows with the size of the features, which is small for dark images, and mutual information
+        vanishes where the network is certain, right or not; the ratio hardly changes where log-odds above one and their
+        error bars are twice as large. See `docs/decisions.md` for what it was compared with.
+        """
+        if isinstance(self.likelihood, Categorical):
+            outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
+            top = outputs.argmax(-1, keepdim=True)
+            outputs, draws = (v - v.gather(-1, top.expand(*v.shape[:-1], 1)) for v in (outputs, draws))
+            odds, variance = (outputs**2).sum(-1), (draws**2).mean(0).sum(-1)
+            ratio = (variance / (outputs.shape[-1] - 1 + odds)).reshape(self.entropy.shape)
+        else:
+            ratio = (self.deviations**2).mean(0) / (1 + self.outputs**2)
+        return self.entropy.exp() * ratio
+
+    def _entropy(self, p: Tensor) -> Tensor:
+        if isinstance(self.likelihood, Categorical):
+            dim = self.likelihood.class_dim
+            return torch.special.entr(p).sum(dim if dim < 0 else dim - self.outputs.dim())
+        return torch.special.entr(p) + torch.special.entr(1 - p)
+
+
+@dataclass(frozen=True)
+class CountPrediction(SampledPrediction):
+    """Predictions of counts: the outputs are logarithms of rates, and so are `samples`, `variance` and `stddev`."""
+
+    @property
+    def log_rate(self) -> Float[Tensor, "N *C"]:
+        """The network's own output."""
+        return self.outputs
+
+    @property
+    def epistemic(self) -> Float[Tensor, " N"]:
+        """How little the data say of a datum: `√(Σ var f)`, of the logarithms of its rates, summed over its outputs."""
+        return self._total_stddev
+
+    @cached_property
+    def mean(self) -> Float[Tensor, "N *C"]:
+        """The expected count, `E[eᶠ] = exp(f + ½ var f)` of a Gaussian `f`."""
+        return (self.outputs + self.variance / 2).exp()
+
+    @property
+    def observation_variance(self) -> Float[Tensor, "N *C"]:
+        """Variance of a new count, `E[eᶠ] + var eᶠ`: that of a Poisson variable, and of its rate."""
+        return self.mean + self.mean**2 * self.variance.expm1()
+
+
+@dataclass(frozen=True, eq=False)
+class MultiTaskPrediction(SampledPrediction, Mapping[str, Any]):
+    """Predictions of a network with several heads: `pred[head]` is that of a head, of the kind of its likelihood.
+
+    `log_prob(y)` and `joint_log_prob(y)` are of all heads together, of a dictionary of targets; `outputs`, `samples`
+    and `variance` of the flattened outputs, head after head.
+    """
+
+    likelihood: MultiTask
+    heads: dict[str, Any] = field(kw_only=True)
+
+    @property
+    def _layout(self) -> Layout:
+        assert self.likelihood.layout is not None
+        return self.likelihood.layout
+
+    def __getitem__(self, head: str) -> Any:
+        return self.heads[head]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.heads)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+
+# The prediction of each likelihood. Any other likelihood, as a user's own, has a `SampledPrediction`, which needs its
+# loss only: a new likelihood need not be added here.
+KINDS: dict[type[Likelihood], type[Prediction]] = {
+    Gaussian: RegressionPrediction,
+    Categorical: ClassificationPrediction,
+    Bernoulli: ClassificationPrediction,
+    Poisson: CountPrediction,
+    HeteroscedasticGaussian: HeteroscedasticPrediction,
+    MultiTask: MultiTaskPrediction,
+}
+
+
+# What predictions are asked for where names are not given, if they have it.
+_USUAL = ("probs", "mean", "stddev", "epistemic")
+
+
+def kind_of(likelihood: Likelihood) -> type[Prediction]:
+    """The class of the predictions of a likelihood."""
+    return next((KINDS[family] for family in type(likelihood).__mro__ if family in KINDS), SampledPrediction)
+
+
+def check_quantities(call: str, names: Sequence[str] | None, likelihood: Likelihood) -> list[str]:
+    """Names of tensors that predictions of a likelihood have as attributes; by default the usual ones.
+
+    Raises:
+        ValueError: for names of anything else, and for none.
+    """
+    kind = kind_of(likelihood)
+    computed = [n for n in dir(kind) if isinstance(getattr(kind, n), property | cached_property) and n[0] != "_"]
+    # The noise of a regression is the same for all data.
+    known = sorted(
+        {"outputs", "deviations", *computed} - ({"noise_variance"} if kind is RegressionPrediction else set())
+    )
+    if names is None:
+        return [name for name in _USUAL if name in known]
+    names = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ValueError(
+            f"`{call}(outputs={names})`: predictions of likelihood {likelihood.name!r} have the tensors {known}"
+            + (f", and not {unknown}." if unknown else "; name one of them or more.")
+        )
+    return names
+
+
+def make_prediction(
+    outputs: Float[Tensor, "N *C"],
+    deviations: Float[Tensor, "K N *C"],
+    likelihood: Likelihood,
+    *,
+    function: FunctionCovariance | None = None,
+    conformal: SplitConformal | None = None,
+    **noise: Any,
+) -> Prediction:
+    """The prediction of the kind that a likelihood has.
+
+    Args:
+        outputs: of the network.
+        deviations: of samples from them.
+        likelihood: of targets.
+        function: covariance of the function, where it is known without samples.
+        conformal: scores of data.
+        noise: `noise_scale` and `has_noise` of a `RegressionPrediction`.
+    """
+    kind = kind_of(likelihood)
+    options: dict[str, Any] = {}
+    if kind is RegressionPrediction:
+        options = noise
+    if isinstance(likelihood, MultiTask):
+        options = {"heads": _heads(outputs, deviations, likelihood, function)}
+    return kind(outputs, deviations, likelihood, function=function, conformal=conformal, **options)
+
+
+def _heads(
+    outputs: Float[Tensor, "N C"],
+    deviations: Float[Tensor, "K N C"],
+    likelihood: MultiTask,
+    function: FunctionCovariance | None,
+) -> dict[str, Any]:
+    """The prediction of each head, from its columns of the flattened outputs."""
+    layout = likelihood.layout
+    assert layout is not None
+    parts, deviation_parts = layout.split(outputs), layout.split(deviations)
+    ends = [0, *itertools.accumulate(layout.sizes)]
+    heads = {}
+    for number, (name, family) in enumerate(likelihood.heads.items()):
+        columns = slice(ends[number], ends[number + 1])
+        part = None if function is None else OfOutputs(function, columns, layout.size)
+        heads[name] = make_prediction(parts[name], deviation_parts[name], family, function=part)
+    return heads

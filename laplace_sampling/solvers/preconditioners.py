@@ -132,8 +132,8 @@ class Nystrom(Preconditioner):
     r"""`P = U(Λ + shift)Uᵀ + (λ_r + shift)(I − UUᵀ)`, with `UΛUᵀ` the Nyström approximation of `M`.
 
     `UΛUᵀ = (MΩ)(ΩᵀMΩ)⁺(MΩ)ᵀ` for a random orthonormal `Ω` of `r` columns, computed by the stable algorithm of
-    Frangella, Tropp and Udell (2023), "Randomized Nyström preconditioning", Alg. 2.1. `M` may be estimated from a
-    subsample of the data. Up to the factor `λ_r + shift`, `P` is that paper's preconditioner.
+    Frangella, Tropp and Udell (2023), "Randomized Nyström preconditioning", Alg. 2.1. Up to the
+    factor `λ_r + shift`, `P` is that paper's preconditioner.
 
     Attributes:
         vectors: `U`, one eigenvector a row, `[r, P]`.
@@ -148,7 +148,6 @@ class Nystrom(Preconditioner):
     def of(
         cls,
         operator: Operator,
-        batch: Tensor | None = None,
         *,
         block: int = 16,
         max_rank: int = 256,
@@ -157,7 +156,7 @@ class Nystrom(Preconditioner):
         decay: float = 1e-3,
         seed: int = 0,
     ) -> "Nystrom":
-        r"""The approximation of `M`, or of `(N/n) Σ_{i∈batch} Mᵢ`, its rank chosen by the decay that it sees.
+        r"""The approximation of `M`, its rank chosen by the decay that it sees.
 
         The rank doubles from `block` on; products that were made are kept. If the shift is given, the rank doubles
         while that saves more than it costs: conjugate gradients take about `½ ln(2/ε) √κ` iterations at
@@ -166,7 +165,6 @@ class Nystrom(Preconditioner):
 
         Args:
             operator: `M`.
-            batch: indices of the data to estimate `M` from, by default all.
             block: the first rank.
             max_rank: the largest.
             shift: the shift at which the preconditioner will be used, if it is known.
@@ -174,7 +172,6 @@ class Nystrom(Preconditioner):
             decay: ratio of the last to the first eigenvalue at which the rank is large enough if no shift is given.
             seed: of `Ω`.
         """
-        share = 1.0 if batch is None else len(batch) / operator.num_data
         generator = torch.Generator().manual_seed(seed)
         max_rank = min(max_rank, operator.size)
         test = torch.zeros(0, operator.size, dtype=torch.float64, device=operator.device)
@@ -194,13 +191,13 @@ class Nystrom(Preconditioner):
             for _ in range(2):
                 draw = draw - (draw @ test.T) @ test
                 draw = torch.linalg.qr(draw.T)[0].T
-            product = operator.matmul(draw.to(operator.dtype), batch).double() / share
+            product = operator.matmul(draw.to(operator.dtype)).double()
             test, sketch = torch.cat([test, draw]), torch.cat([sketch, product])
             vectors, eigenvalues = _nystrom(test, sketch, torch.finfo(operator.dtype).eps)
             rank = len(eigenvalues)
-            if rank >= max_rank or not _pays(eigenvalues, share, shift, num_rhs, decay):
+            if rank >= max_rank or not _pays(eigenvalues, shift, num_rhs, decay):
                 break
-        return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), rank * share)
+        return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), float(rank))
 
     @classmethod
     def of_rows(
@@ -219,7 +216,10 @@ class Nystrom(Preconditioner):
                 noise.
             generator: of the rows.
         """
-        rows = _weighted_rows(operator, data, weights, generator)
+        rows = torch.empty(len(data), operator.size, dtype=operator.dtype, device=operator.device)
+        for part, indices in zip(rows.split(_ROWS_TOGETHER), data.split(_ROWS_TOGETHER), strict=True):
+            part.copy_(operator.random_rows(indices, generator))
+        rows *= weights.sqrt().to(rows)[:, None]
         return cls._of_factor(rows, max_rank, len(data) / (2 * operator.num_data))
 
     @classmethod
@@ -275,17 +275,6 @@ class Nystrom(Preconditioner):
         return inside[-1] * v + ((v @ self.vectors.T) * (inside - inside[-1])) @ self.vectors
 
 
-def _weighted_rows(
-    operator: Operator, data: Tensor, weights: Tensor, generator: torch.Generator
-) -> Float[Tensor, "n P"]:
-    """`√w_j g_j` for a random row `g_j` of each datum."""
-    rows = torch.empty(len(data), operator.size, dtype=operator.dtype, device=operator.device)
-    for part, indices in zip(rows.split(_ROWS_TOGETHER), data.split(_ROWS_TOGETHER), strict=True):
-        part.copy_(operator.random_rows(indices, generator))
-    rows *= weights.sqrt().to(rows)[:, None]
-    return rows
-
-
 def _nystrom(test: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Eigenvectors `[r, P]` and eigenvalues of the Nyström approximation from `Ωᵀ` and `(MΩ)ᵀ`, in float64."""
     norm = float(sketch.norm())
@@ -310,7 +299,7 @@ def _nystrom(test: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return vectors, (singular**2 - shift).clamp_min(0)
 
 
-def _pays(eigenvalues: Tensor, share: float, shift: float | None, num_rhs: int, decay: float) -> bool:
+def _pays(eigenvalues: Tensor, shift: float | None, num_rhs: int, decay: float) -> bool:
     """Whether doubling the rank saves more than it costs; `Nystrom.of` explains the rule."""
     rank = len(eigenvalues)
     first, middle, last = (float(eigenvalues[i]) for i in (0, (rank - 1) // 2, rank - 1))
@@ -320,4 +309,4 @@ def _pays(eigenvalues: Tensor, share: float, shift: float | None, num_rhs: int, 
         return False
     # Conjugate gradients are assumed to go on to a relative error of 0.1; the rank depends on it by a logarithm.
     saved = math.sqrt(1 + last / shift) - math.sqrt(1 + last * (last / middle) / shift)
-    return num_rhs * 0.5 * math.log(2 / 0.1) * saved > rank * share
+    return num_rhs * 0.5 * math.log(2 / 0.1) * saved > rank

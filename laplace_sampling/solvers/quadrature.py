@@ -55,18 +55,6 @@ class Quadrature:
         ones = torch.ones(1, len(values), dtype=torch.float64)
         return cls(values.double().cpu(), ones, ones)
 
-    def rescaled(self, nodes: float, weights: float) -> "Quadrature":
-        """The quadrature with nodes and weights multiplied by two factors."""
-        return Quadrature(
-            self.nodes * nodes,
-            self.weights * weights,
-            self.random * weights,
-            None if self.total is None else self.total * nodes,
-            None if self.truncated is None else self.truncated.rescaled(nodes, weights),
-            None if self.before is None else self.before.rescaled(nodes, weights),
-            None if self.below is None else self.below.rescaled(nodes, weights),
-        )
-
     def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
         """Values for functions `f(λ)`, `[n, m]`."""
         values = f(self.nodes)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import IterativeSolver, Minimum, Objective, Quadratic, Solution, judged
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
+Batch = TypeVar("Batch")
 
 # The last step size of a decay, as a fraction of the first: the paper's (docs/equations.md).
 # Half and twice change the error on classifiers of 100 weights by less than one percent of it.
@@ -209,7 +211,7 @@ class SGD(IterativeSolver):
         bar: tqdm,
     ) -> tuple[Tensor | None, int]:
         """One descent, `None` if it diverged, and the number of gradients that it took."""
-        x, scale = first_iterate(gradient, start, batches)
+        x, scale = first_iterate(gradient, start, list(islice(batches, PROBES)))
         velocity, num_gradients, length = torch.zeros_like(x), 2 * PROBES, -(-len(step_sizes) // _PARTS)
         for first in range(0, len(step_sizes), length):
             sizes = step_sizes[first : first + length]
@@ -251,10 +253,11 @@ class SGD(IterativeSolver):
         return x, velocity, len(step_sizes)
 
 
-def first_iterate(gradient: Gradient, warm: Tensor, batches: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
+def first_iterate(
+    gradient: Callable[[Tensor, Batch], Tensor], warm: Tensor, probes: Sequence[Batch]
+) -> tuple[Tensor, Tensor]:
     """Each row of a warm start, or zero where the gradient is smaller there; and the gradient's norm at zero."""
     zero = torch.zeros_like(warm)
-    probes = [next(batches) for _ in range(PROBES)]
     cold, warmed = (
         torch.stack([gradient(v, batch) for batch in probes]).norm(dim=2).mean(0)[:, None] for v in (zero, warm)
     )

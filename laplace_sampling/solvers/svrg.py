@@ -17,7 +17,7 @@ from laplace_sampling.solvers.operator import Congruent, Operator, largest_eigen
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
-from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.sgd import PROBES, SGD, first_iterate
 from laplace_sampling.solvers.solver import (
     IterativeSolver,
     Minimum,
@@ -255,8 +255,9 @@ class _Descent:
 
         self.delta = torch.zeros_like(problem.centre)
         if warm is not None:
-            self.delta, seen = _better_start(gradient, warm, self.sampler.batches(3, self.size))
-            self._count(seen)
+            probes = self.sampler.batches(PROBES, self.size)
+            self.delta, _ = first_iterate(gradient, warm, probes)
+            self._count(2 * PROBES * self.size)
         else:
             self.delta = self._descend(gradient)
         self._set_product(self.operator.matmul(problem.centre + self.delta))
@@ -340,12 +341,3 @@ def _variance_reduced(
         return full + operator.matmul(move, *batch) + shift * move
 
     return gradient
-
-
-def _better_start(
-    gradient: Callable[[Tensor, Batch], Tensor], delta: Tensor, probes: list[Batch]
-) -> tuple[Tensor, int]:
-    """Each row of a warm start, or zero where the gradient is smaller there, and the number of data that it took."""
-    zero = torch.zeros_like(delta)
-    cold, warm = (torch.stack([gradient(v, b) for b in probes]).norm(dim=2).mean(0)[:, None] for v in (zero, delta))
-    return torch.where(warm <= cold, delta, zero), 2 * sum(len(batch) for batch, _ in probes)

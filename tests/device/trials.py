@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from laplace_sampling import SGD, LinearisedLaplace, Stochastic
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.prediction import ClassificationPrediction, RegressionPrediction
 
 METHODS: dict[str, dict[str, Any]] = {
     "auto": {},

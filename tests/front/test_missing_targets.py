@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling import Categorical, Data, Gaussian, IsotropicPrior, LinearisedLaplace, MultiTask, Poisson
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.prediction import RegressionPrediction
 
 KINDS = ["regression", "heteroscedastic", "binary", "poisson"]
 SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("krylov", "subset")]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling import Bernoulli, Categorical, Data, IsotropicPrior, LinearisedLaplace, MultiTask
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
+from laplace_sampling.predictions.prediction import ClassificationPrediction
 
 NUM = 60
 METHODS = ["exact", pytest.param("krylov", marks=pytest.mark.slow), "kfac", "diagonal", "last_layer"]

@@ -366,10 +366,6 @@ def test_refusals_of_the_gaussian_process() -> None:
     with pytest.raises(ValueError, match="`GaussianLikelihood"):
         TangentGP(one.x, one.y[:, 0], multiple, one.model)
     with pytest.raises(ValueError, match="RBFKernel"):
-        TangentGP(
-            two.x, two.y, multiple, two.model, kernel=TangentKernel(two.model) + gpytorch.kernels.RBFKernel().double()
-        )
-    with pytest.raises(ValueError, match="RBFKernel"):
         TangentGP(two.x, two.y, multiple, two.model, kernel=gpytorch.kernels.RBFKernel().double())
 
 

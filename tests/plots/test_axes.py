@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from laplace_sampling import Gaussian, plots
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.predictions.prediction import make_prediction
 
 
 def regression():

@@ -9,7 +9,7 @@ from laplace_sampling import Gaussian, HeteroscedasticGaussian, Poisson, Predict
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.plots import plot_error_bars
 from laplace_sampling.predictions.conformal import SplitConformal
-from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.predictions.prediction import make_prediction
 
 X = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 

@@ -7,7 +7,7 @@ from sklearn.metrics import roc_auc_score
 from laplace_sampling import Gaussian, Prediction
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.plots import plot_ood
-from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.predictions.prediction import make_prediction
 
 
 def classification(num: int, size: float, positions: tuple[int, ...] = ()) -> Prediction:

@@ -11,7 +11,7 @@ from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.plots import plot_reliability
 from laplace_sampling.predictions.conformal import SplitConformal
-from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.predictions.prediction import make_prediction
 
 
 def predicted(likelihood: Likelihood, *shape: int, **options) -> Prediction:

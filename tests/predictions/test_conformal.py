@@ -13,7 +13,7 @@ from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.predictions.conformal import SplitConformal
-from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.predictions.prediction import make_prediction
 
 
 def generator(seed: int = 0) -> torch.Generator:

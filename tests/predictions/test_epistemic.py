@@ -7,7 +7,7 @@ from flat_settings import fit_case
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
+from laplace_sampling.predictions.prediction import ClassificationPrediction
 
 
 def test_of_classes_it_is_the_formula() -> None:

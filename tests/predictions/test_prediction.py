@@ -11,8 +11,7 @@ from laplace_sampling.data import batches
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.prediction import ClassificationPrediction, RegressionPrediction
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
