@@ -11,7 +11,7 @@ from laplace_sampling.data.batches import split
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.cost import Cost, batches_fit, measure, rows_in_memory
+from laplace_sampling.linear_model.cost import Cost, measure, rows_in_memory
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model_of
 from laplace_sampling.methods.budget import Budget, counted_in
@@ -197,11 +197,7 @@ def _within_memory(settings: Settings, network: Linearisation, tangent: TangentM
     bytes_ = max_memory if max_memory is not None else _half_of_free(settings, network)
     counts = dict(network.products)
     bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
-    rows, forward = features.batch_size, (0.0, 0.0)
-    if isinstance(features, NetworkFeatures):
-        forward = features.network.batching.forward_bytes(features.data.inputs(torch.arange(1)))
-    if not batches_fit(features, bytes_, vectors, forward):
-        rows = rows_in_memory(features, bytes_, vectors)
+    rows = rows_in_memory(features, bytes_, vectors)
     network.products.update(counts)
     if rows >= features.batch_size:
         return tangent
