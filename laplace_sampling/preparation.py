@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import split
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.cost import Cost, batches_fit, measure, rows_in_memory
+from laplace_sampling.linear_model.cost import Cost, measure, rows_in_memory
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model_of
 from laplace_sampling.methods.budget import Budget
@@ -161,11 +161,7 @@ def _within_memory(settings: "Settings", network: Linearisation, tangent: Tangen
     bytes_ = max_memory if max_memory is not None else _half_of_free(settings, network)
     counts = dict(network.products)
     bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
-    rows, forward = features.batch_size, (0.0, 0.0)
-    if isinstance(features, NetworkFeatures):
-        forward = features.network.batching.forward_bytes(features.data.inputs(torch.arange(1)))
-    if not batches_fit(features, bytes_, vectors, forward):
-        rows = rows_in_memory(features, bytes_, vectors)
+    rows = rows_in_memory(features, bytes_, vectors)
     network.products.update(counts)
     if rows >= features.batch_size:
         return tangent

@@ -23,10 +23,6 @@ from laplace_sampling.solvers.checks import check_whole
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 
-# The batch size of the loader that a dataset gets. With 128 and 512 instead, GGN products of 8 vectors on LeNet take
-# the same time a datum within 5 %.
-_BATCH_SIZE = 256
-
 
 class Source(ABC):
     """Batches of data, and the inputs of some of them by index."""
@@ -154,7 +150,7 @@ def source_of(
             "makes many passes. Pass a DataLoader or a list of batches, for example `list(iterator)`."
         )
     if isinstance(loader, Dataset):
-        loader = DataLoader(loader, batch_size=_BATCH_SIZE)
+        loader = DataLoader(loader, batch_size=256)  # half and twice of it take the same time a datum within 5 %
     if not isinstance(loader, Iterable):
         raise TypeError(f"The data must be a DataLoader of (x, y) batches, but are a {type(loader).__name__}.")
     if num_data is not None:

@@ -8,14 +8,12 @@ from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from laplace_sampling.integrations.periodic_fits import AUTO, PREFIX, PeriodicFits
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
 
 try:
-    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 except ImportError as error:
@@ -146,25 +144,17 @@ class LaplaceCallback(Callback):
     def _loaders(self, trainer: Trainer) -> tuple[Iterable[Any], Iterable[Any] | None]:
         train = trainer.train_dataloader if self.train_loader is None else self.train_loader
         val = trainer.val_dataloaders if self.val_loader is None else self.val_loader
-        return _whole("train", train), None if val is None else _whole("val", val)
+        return _only("train", train), None if val is None else _only("val", val)
 
 
-def _whole(kind: str, loader: Any) -> Iterable[Any]:
-    """The one loader that there is; of all data, where processes share them."""
+def _only(kind: str, loader: Any) -> Iterable[Any]:
+    """The one loader that there is."""
     if isinstance(loader, list | tuple) and len(loader) == 1 and isinstance(loader[0], DataLoader):
         loader = loader[0]
-    if not isinstance(loader, Iterable) or isinstance(loader, Mapping) or _holds_loaders(loader):
+    are_several = isinstance(loader, list | tuple) and any(isinstance(part, DataLoader) for part in loader)
+    if not isinstance(loader, Iterable) or isinstance(loader, Mapping) or are_several:
         raise ValueError(
             f"`LaplaceCallback` takes one loader of {kind} data, but the trainer has a {type(loader).__name__}: give "
             f"one as `{kind}_loader=`."
         )
-    if isinstance(loader, DataLoader) and isinstance(sampler := loader.sampler, DistributedSampler):
-        # The wrapper is of the user's own sampler.
-        users = getattr(sampler.dataset, "_sampler", None) if isinstance(sampler, DistributedSamplerWrapper) else None
-        how = {"batch_size": loader.batch_size, "collate_fn": loader.collate_fn, "sampler": users}
-        return DataLoader(loader.dataset, **how)
     return loader
-
-
-def _holds_loaders(loader: Any) -> bool:
-    return isinstance(loader, list | tuple) and any(isinstance(part, DataLoader) for part in loader)

@@ -33,10 +33,6 @@ _log = logging.getLogger(__name__)
 # Stands for the processes of the training, which callbacks do not know before it begins.
 AUTO = "auto"
 
-# Training epochs of the first fit: twice as many are most of a training of 20 epochs.
-_BUDGET = 5.0
-# The share of the cost of the first fit that a later one may take, which starts from the one before.
-_WARM = 0.5
 # Factors cost little, and what is logged is of one kind from epoch to epoch.
 _DEFAULTS = {"method": "kfac", "num_samples": 16, "progress": False}
 # Before the names of metrics where trainers log them.
@@ -102,7 +98,7 @@ class PeriodicFits:
         every_n_epochs: int = 1,
         val_loader: Iterable[Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
-        budget: float | None = _BUDGET,
+        budget: float | None = 5.0,  # twice as many are most of a training of 20 epochs
         process_group: dist.ProcessGroup | str | None = None,
         **options: Any,
     ) -> None:
@@ -179,7 +175,8 @@ class PeriodicFits:
             la, warm = self._at(model), self._first > 0
             processes = la.settings.processes
             held_out = val_loader if self._options.get("criterion") == "validation" else None
-            budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
+            # A later fit starts from the one before, and may take half of what the first one cost.
+            budget = self.budget and Strict(self._first / 2 if warm else self.budget)
             with _buffers_of_first(la.network.source, processes):
                 la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
                 if la.stopped_:

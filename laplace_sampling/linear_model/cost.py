@@ -9,16 +9,10 @@ from torch import Tensor
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.networks.resources import Operations, TensorBytes
 
-__all__ = ["Cost", "batches_fit", "measure", "rows_in_memory"]
-
 # Tensors as large as the largest one that a JVP holds at once: inputs and output of an operation, and a copy. With 8
 # vectors on a convolution with normalisation, an MLP and an attention layer the prediction was 1.0 to 2.1 times the
 # measured peak; with half the value it fell to 0.65, with twice the value it reached 3.
 _ALIVE = 4
-# Bytes of the tensors of a JVP are fewer than so many times those of a forward pass. Of one vector they are 2 to 6
-# times as many for an MLP, a CNN, ConvNeXt-atto, DeiT-tiny and Res2Net-50. Half or twice the value changes only which
-# networks, of those that take much of the memory, are looked at by products.
-_OF_FORWARD = 16
 # Data whose operations are counted. Operations go with the data, but for those on weights alone (parametrisations),
 # which are counted too often by fewer data. With 2 and 8 the counts of a LeNet, an MLP and a CNN are the same.
 _COUNTED = 4
@@ -79,35 +73,15 @@ def rows_in_memory(features: Features, bytes_: float, vectors: int) -> int:
         bytes_: memory for the activations.
         vectors: number of vectors of a JVP.
     """
-    v = torch.zeros(vectors, features.size, dtype=features.dtype, device=features.device)
-    # One small product bounds the others: with all its tensors, copies of weights among them, for each of few data.
-    with TensorBytes() as made:
-        features.jvp(v[:1], torch.arange(min(2, features.num_data)))
-    bound = int(bytes_ / max(sum(made.sizes) + _ALIVE * vectors * max(made.sizes, default=0), 1))
-    if bound >= features.batch_size:
-        return bound
-    needed = sum(_bytes_a_datum(features, v[:1])) + _ALIVE * max(_bytes_a_datum(features, v), default=0)
-    return max(1, int(bytes_ / max(needed, 1)))
-
-
-def batches_fit(features: Features, bytes_: float, vectors: int, forward: tuple[float, float] = (0, 0)) -> bool:
-    """Whether activations of a mini-batch fit for certain, by products of one vector: no tensor grows faster than they.
-
-    Where few data have large inputs, products of all vectors on some of them would take longer than a fit. With much
-    room no product is made: what a forward pass takes is enough.
-
-    Args:
-        features: features of a network.
-        bytes_: memory for the activations.
-        vectors: number of vectors of a JVP.
-        forward: bytes of all tensors of a forward pass of a datum and of the largest, as far as they are known.
-    """
-    total, largest = forward
-    if 0 < _OF_FORWARD * (total + _ALIVE * vectors * largest) * features.batch_size <= bytes_:
-        return True
+    # One vector gives a bound, as no tensor grows faster than the vectors. Products of all vectors would take longer
+    # than some fits, those of few data with large inputs.
     v = torch.zeros(1, features.size, dtype=features.dtype, device=features.device)
     of_one = _bytes_a_datum(features, v)
-    return (sum(of_one) + _ALIVE * vectors * max(of_one, default=0)) * features.batch_size <= bytes_
+    bound = int(bytes_ / max(sum(of_one) + _ALIVE * vectors * max(of_one, default=0), 1))
+    if bound >= features.batch_size:
+        return bound
+    needed = sum(of_one) + _ALIVE * max(_bytes_a_datum(features, v.expand(vectors, -1).clone()), default=0)
+    return max(1, int(bytes_ / max(needed, 1)))
 
 
 def _bytes_a_datum(features: Features, v: Tensor) -> list[float]:

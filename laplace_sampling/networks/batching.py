@@ -85,8 +85,8 @@ class Batching:
         self.chunk_size = chunk_size
         self.max_rows: int | None = None
         self._warned = False
-        # Bytes of each tensor of a forward pass, rising, for each number in the inputs.
-        self._bytes_per_input: list[float] = []
+        # Bytes of the largest tensor of a forward pass for each number in the inputs.
+        self._bytes_per_input: float | None = None
 
     def in_parts(self, num: int, product: Callable[[slice], T]) -> list[T]:
         """`product` of parts of `num` data that memory holds, one after the other; one part of no data.
@@ -135,16 +135,11 @@ class Batching:
         The first call runs the network and counts; the others multiply.
         """
         inputs = _num_inputs(x)
-        if not self._bytes_per_input:
+        if self._bytes_per_input is None:
             with torch.no_grad(), TensorBytes() as made:
                 forward(x)
-            self._bytes_per_input = sorted(size / max(inputs, 1) for size in made.sizes or [0])
-        return self._bytes_per_input[-1] * inputs
-
-    def forward_bytes(self, x: Any) -> tuple[float, float]:
-        """Bytes of all tensors of a forward pass and of the largest, as far as they are counted; else zeros."""
-        sizes = [size * _num_inputs(x) for size in self._bytes_per_input]
-        return sum(sizes), max(sizes, default=0)
+            self._bytes_per_input = max(made.sizes, default=0) / max(inputs, 1)
+        return self._bytes_per_input * inputs
 
     def vectors_together(self, num: int, device: torch.device, largest: float) -> int:
         """How many of `num` vectors go together, in parts of one size.

@@ -47,8 +47,8 @@ def _trained(module: nn.Module) -> list[str]:
     names = _require_gradient(module)
     if not names:
         raise ValueError(
-            "No parameter of the model requires a gradient, so none is random. "
-            f"{_quantised(module) or 'Name some with `parameters=[...]`, or call `requires_grad_(True)` on them.'}"
+            "No parameter of the model requires a gradient, so none is random. Name some with `parameters=[...]`, or "
+            "call `requires_grad_(True)` on them. A quantised layer has none: pass the model before it was quantised."
         )
     return names
 
@@ -70,14 +70,6 @@ def _patterns(selection: Sequence[str] | str) -> list[str]:
         f"`parameters` takes names, globs, a predicate `(name, parameter) -> bool` or masks by name, but got "
         f"a {type(patterns).__name__}; the names are those of `model.named_parameters()`."
     )
-
-
-def _quantised(module: nn.Module) -> str:
-    """What to do about a model whose layers are quantised, if they are the reason for its lack of parameters."""
-    if any(True for _ in module.parameters()):
-        return ""
-    layers = sorted({type(m).__name__ for m in module.modules() if ".quantized" in type(m).__module__})
-    return f"Its layers {layers} are quantised and have none: pass the model before it was quantised." if layers else ""
 
 
 def _matching(module: nn.Module, patterns: list[str]) -> list[str]:

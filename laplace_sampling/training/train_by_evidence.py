@@ -11,7 +11,6 @@ are those of the network, not of the mode of its linear model, which is another 
 """
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,7 +66,6 @@ class PrecisionUpdate:
         weight_decay: `λ` of each parameter by its name, for a loss `(mean + ½ Σ λ‖w‖²)`: `α/N`, and for a regression
             `α/(N b)`, with half the squared error as its loss.
         passes: Jacobian products, in units of all data and one vector.
-        seconds: wall time.
     """
 
     prior: Prior
@@ -80,7 +78,6 @@ class PrecisionUpdate:
     log_marginal_likelihood: MarginalLikelihood
     weight_decay: dict[str, float]
     passes: float
-    seconds: float
 
 
 @solver_call
@@ -286,7 +283,7 @@ def _step(
     def closure() -> Any:
         optimiser.zero_grad()
         output, layout = read(model(*args, **kwargs), num_rows(x))
-        of_outputs, targets = likelihood.prepare(layout, y, [])  # a batch may have no targets
+        of_outputs, targets = likelihood.prepare(layout, y, some_given=False)
         loss = of_outputs.loss(output.reshape(len(output), -1), targets).mean() / _loss_unit(likelihood)
         loss = loss + 0.5 * sum(value * weights[name].square().sum() for name, value in decay.items())
         loss.backward()
@@ -359,7 +356,6 @@ def _loss_unit(likelihood: Likelihood) -> float:
 
 def _update_at(task: Task, network: Linearisation, settings: Settings) -> PrecisionUpdate:
     """The update at the weights of a task."""
-    started = time.perf_counter()
     path, prior = settings.method.covariance_path(task), task.prior
     assert isinstance(path, FactoredPath)
     curvature = path.curvature
@@ -382,7 +378,6 @@ def _update_at(task: Task, network: Linearisation, settings: Settings) -> Precis
         log_marginal_likelihood=_evidence(new_task, curvature, _loss_unit(task.model.likelihood), norm),
         weight_decay=_weight_decay_of(new_prior, likelihood, network, task.model.features.num_data),
         passes=curvature.passes,
-        seconds=time.perf_counter() - started,
     )
 
 

@@ -151,21 +151,6 @@ def test_a_fit_goes_on_from_any_moment(name: str, path: Path, kills: Any) -> Non
     goes_on(name, path, kills, 0.0, 0.5, 1.0)
 
 
-@pytest.mark.slow
-def test_a_fit_is_killed_again_and_again(path: Path, kills: Any) -> None:
-    fitted("krylov", path)
-    total, rounds = kills.entries, 0
-    while True:
-        try:
-            kills(3)
-            la = fitted("krylov", path)
-            break
-        except Killed:
-            rounds += 1
-    assert rounds == total // 3
-    assert_same(la, fitted("krylov"))
-
-
 def test_products_that_are_there_are_not_made_again(path: Path, kills: Any) -> None:
     fitted("krylov", path)
     killed("krylov", path, kills, kills.entries)
@@ -373,14 +358,6 @@ def test_a_database_of_something_else_is_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="format 0"):
         fitted("krylov", path)
     assert path.read_bytes() == content
-
-
-def test_another_format_is_refused(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laplace_sampling.checkpoint._FORMAT", 7)
-    killed("krylov", path, kills, 3)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="format 7"):
-        fitted("krylov", path)
 
 
 def test_paths_at_which_no_file_can_be(tmp_path: Path) -> None:

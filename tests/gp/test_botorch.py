@@ -222,19 +222,14 @@ def test_images_and_refusals() -> None:
     posterior = surrogate.posterior(x)
     assert posterior.mean.shape == (6, 1)
     assert posterior.mean.dtype == torch.float32
-    with pytest.raises(ValueError, match=r"train_Y.*\[6\]"):
-        TangentSurrogate(net, x, torch.zeros(6), input_shape=(1, 3, 3))
     with pytest.raises(ValueError, match="train_y"):
         TangentSurrogate(net, x, torch.zeros(6, 2), input_shape=(1, 3, 3))
     y = torch.zeros(6, 1)
     with pytest.raises(ValueError, match="train_Y"):
         TangentSurrogate(net, x, torch.where(torch.arange(6)[:, None] == 4, torch.nan, y), input_shape=(1, 3, 3))
-    with pytest.raises(ValueError, match="train_X"):
-        TangentSurrogate(net, x * torch.inf, y, input_shape=(1, 3, 3))
-    with pytest.raises(ValueError, match="prior_precision"):
-        TangentSurrogate(net, x, y, input_shape=(1, 3, 3), prior_precision=0.0)
-    with pytest.raises(ValueError, match="noise_precision"):
-        TangentSurrogate(net, x, y, input_shape=(1, 3, 3), noise_precision=-1.0)
+    for setting in ("prior_precision", "noise_precision"):
+        with pytest.raises(ValueError, match=setting):
+            TangentSurrogate(net, x, y, input_shape=(1, 3, 3), **{setting: 0.0})
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,6 +279,8 @@ def test_the_exact_hyperparameters_are_those_of_botorch() -> None:
     ("x", "y", "said"),
     [
         (torch.zeros(6), torch.zeros(6, 1), "train_X"),
+        (torch.zeros(6, 2), torch.zeros(6), "train_Y"),
+        (torch.zeros(6, 2) + torch.inf, torch.zeros(6, 1), "train_X"),
         (torch.zeros(0, 2), torch.zeros(0, 1), "train_X"),
         (torch.zeros(6, 2), torch.zeros(3, 1), "train_Y"),
         (None, torch.zeros(6, 1), "train_X"),

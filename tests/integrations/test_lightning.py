@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 with warnings.catch_warnings():
     # Lightning imports parts of torch and of the standard library that are deprecated.
     warnings.simplefilter("ignore")
     pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
-    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers.logger import Logger
@@ -301,19 +300,6 @@ def test_a_training_that_goes_on_ends_as_one_that_nobody_disturbed(after_epoch: 
         assert laplace.fits.history_ == whole.fits.history_
 
 
-def test_the_first_fit_of_a_resumed_training_starts_from_the_last_one(tmp_path: Path) -> None:
-    """By the precisions that an unlimited fit without steps would have: those of the checkpoint."""
-    trained([callback()], epochs=2, folder=tmp_path)
-    starts = []
-    resumed = callback(criterion="evidence", callback=lambda step: starts.append(step.prior_precision))
-    torch.manual_seed(0)
-    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][resumed.state_key]
-    trainer_of([resumed], epochs=3, folder=tmp_path).fit(
-        Net(), loader(), held_out(), ckpt_path=str(tmp_path / "last.ckpt")
-    )
-    assert starts[0] == pytest.approx([state["history"][-1]["prior_precision"]], rel=1e-6)
-
-
 def test_metrics_of_fits_stop_a_training() -> None:
     stop = EarlyStopping("laplace_val_log_loss", patience=1, min_delta=10.0, check_on_train_epoch_end=True)
     laplace = callback()
@@ -435,14 +421,3 @@ def test_a_posterior_of_two_processes_goes_on_in_one(two_processes: tuple) -> No
     trainer.fit(Net(), loader(61), held_out(), ckpt_path=str(folder / "last.ckpt"))
     assert resumed.fits.history_[0] == first["history"][0]
     assert [record["epoch"] for record in resumed.fits.history_] == [2, 4]
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_sampler_of_the_user_that_lightning_wraps_keeps_its_data(own: bool) -> None:
-    wrapped: Any = SubsetRandomSampler(range(20, 60)) if own else data()
-    share = (DistributedSamplerWrapper if own else DistributedSampler)(wrapped, num_replicas=2, rank=1)
-    few = callback(train_loader=DataLoader(data(), batch_size=16, sampler=share))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The sampler of the loader gives 40 of the 60 data")
-        trained([few], epochs=1)
-    assert few.laplace_.diagnose().num_data == (40 if own else 60)

@@ -134,17 +134,6 @@ def test_all_fits_together_cost_no_more_than_the_training(kind: str, outputs: in
     assert costs[-1] <= 0.5 * costs[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "outputs"), [("regression", 1), ("classification", 10)])
-def test_a_second_fit_costs_half_of_the_first_at_most(kind: str, outputs: int) -> None:
-    training, fits, epochs = Training(kind, outputs, num=4000, inputs=20), PeriodicFits(kind), []
-    for epoch in (5, 6):
-        training.run(5 if epoch == 5 else 1)
-        fits.fit(training.model, training.loader, epoch=epoch)
-        epochs.append(fits.laplace_.diagnose().epochs)
-    assert epochs[1] <= 0.5 * epochs[0]
-
-
 def test_fits_are_left_out_where_they_cost_more_than_training() -> None:
     training = Training()
     every, dear = PeriodicFits("regression", every_n_epochs=2, budget=None), PeriodicFits("regression")
@@ -338,8 +327,6 @@ def test_a_fit_that_is_stopped_keeps_the_last_one(caplog: pytest.LogCaptureFixtu
         (lambda: PeriodicFits("regresion"), ValueError, "regresion"),
         (lambda: PeriodicFits("regression", pior="isotropic"), TypeError, "'pior'"),
         (lambda: PeriodicFits("regression", warm_start=True), TypeError, "'warm_start'"),
-        (lambda: PeriodicFits("regression", checkpoint="fit"), TypeError, "'checkpoint'"),
-        (lambda: PeriodicFits("regression", method="kfak"), ValueError, "kfak"),
         (lambda: PeriodicFits("regression", metrics={"a": 1.0}), TypeError, "metrics"),  # pyright: ignore
         (lambda: PeriodicFits("regression").laplace_, NotFittedError, "laplace_"),
     ],

@@ -4,11 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from cases import make_case
 from flat_settings import laplace_of
 from problems import linear_problem, trained, unsolved_problem
 from torch import nn
 
-from laplace_sampling import SGD, SVRG, ConvergenceWarning, IsotropicPrior, LinearisedLaplace, Stochastic
+from laplace_sampling import SGD, SVRG, ConvergenceWarning, Gaussian, IsotropicPrior, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.methods import stochastic
 from laplace_sampling.methods.problem import Memory
@@ -33,6 +34,15 @@ def test_svrg_makes_one_preconditioner_for_em_and_all_samples(monkeypatch) -> No
     la.sample(1)
     assert len(solves) == steps + 3 > 5
     assert len(made) == 1
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+@pytest.mark.parametrize(("outputs", "held"), [(1, True), (3, False)])
+def test_noises_of_several_outputs_take_new_preconditioners(outputs: int, held: bool) -> None:
+    case = make_case("regression_per_output")
+    la = laplace_of(case.model, Gaussian(torch.ones(outputs)), method="svrg", num_samples=2)
+    la.fit_hyperparameters(case.batches, num_samples=2, max_steps=1, progress=False)
+    assert (la._fitted.fit.solver.held is not None) == held
 
 
 @pytest.mark.parametrize("num_data", [1, 2, 4])

@@ -190,7 +190,12 @@ def by_kept_view(model: Body) -> Callable[[Tensor], Tensor]:
     return lambda h: h @ view + model.fc.bias
 
 
-MISSED = [by_adjoint, by_reversible, by_kept_view, in_partial, in_closure]
+def in_tuple(model: Body) -> Callable[[Tensor], Tensor]:
+    weights = (model.fc.weight, model.fc.bias)
+    return lambda h: F.linear(h, *weights)
+
+
+MISSED = [by_adjoint, by_reversible, by_kept_view, in_partial, in_closure, in_tuple]
 
 
 @covering(method=["exact", "krylov", "kfac"], keep=MISSED)
@@ -242,6 +247,9 @@ def test_random_weights_of_a_frozen_model(method: str) -> None:
     model, plain = Body().requires_grad_(False), Body()
     assert_close(deviations(model, method, ["fc.*"]), deviations(plain, method, ["fc.*"]))
     assert not any(p.requires_grad for p in model.parameters())
+    held, _ = pair(in_tuple)
+    with pytest.raises(ValueError, match=r"`fc\.weight`"):
+        deviations(held.requires_grad_(False), method, ["fc.*"])
 
 
 def test_kernels_of_gaussian_processes() -> None:

@@ -1,7 +1,6 @@
 """A round of MacKay's cycle against dense algebra, and what it refuses."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from laplace_sampling import (
     LayerwisePrior,
     Likelihood,
     LinearisedLaplace,
-    Prior,
 )
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
@@ -176,13 +174,6 @@ def test_weight_decay_is_in_units_of_the_mean_loss() -> None:
     assert list(update.weight_decay.values()) == pytest.approx([first / unit] * 2 + [second / unit] * 2)
 
 
-def test_weights_without_a_prior() -> None:
-    (x, y), model = data("classification"), network(norm=True)
-    update = updated_precisions(model, "classification", [(x, y)], parameters="!*BatchNorm*.*")
-    assert update.names == ("0", "3")
-    assert list(update.weight_decay) == ["0.weight", "0.bias", "3.weight", "3.bias"]
-
-
 def test_nothing_but_the_result_changes() -> None:
     (x, y), model = data("classification"), network(norm=True)
     model.train()
@@ -268,11 +259,3 @@ def test_precisions_stay_within_bounds() -> None:
     # The first layer has no effect, and the last one no norm.
     assert update.prior_precision.tolist() == [1e-8, 1e12]
     assert math.isfinite(update.log_marginal_likelihood.value)
-
-
-def test_a_layer_has_its_own_precision() -> None:
-    prior: Prior = LayerwisePrior(2.0, layers={"0": 5.0})
-    assert replace(prior, precision=3.0) == LayerwisePrior(3.0, layers={"0": 5.0})
-    (x, y), model = data("classification"), network()
-    la = LinearisedLaplace(model, "classification", prior=prior, method="exact").fit([(x, y)], progress=False)
-    assert la.prior_precision_.tolist() == [5.0, 2.0]
