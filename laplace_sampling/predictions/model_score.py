@@ -198,7 +198,7 @@ def _check_same_data(scores: Mapping[str, Score]) -> None:
             f"`compare(models)` ranks networks that were fitted to the same data, but these have different numbers of "
             f"data: {sizes}. Fit all of them to the same loader."
         )
-    # Means of 1,000 targets and more differ by less in bfloat16; of a million in another order the weighted one by 3e-4.
+    # Means of 1,000 targets or more differ by less in bfloat16; the weighted one of a million in another order by 3e-4.
     tolerance = 1e-4
     known = [(name, score) for name, score in scores.items() if score.targets]
     for (first, score), (name, other) in itertools.pairwise(known):
