@@ -46,7 +46,7 @@ def test_a_soft_label_counts_as_weighted_labels(kind: str, method: str) -> None:
     settings |= {"parameters": "last_layer"} if method == "last_layer" else {}
     xs, labels, weights = as_hard_labels(x, y)
     soft, hard = LinearisedLaplace(model, kind, **settings), LinearisedLaplace(model, kind, **settings)
-    options = {"criterion": "evidence", "scale": 1.0, "progress": False, "budget": None}
+    options = {"criterion": "evidence", "progress": False, "budget": None}
     soft.fit_hyperparameters([(x, y)], **options)
     hard.fit_hyperparameters([(xs, labels)], data=Data(weights=weights), **options)
     # Random probes belong to data, of which there are others; factors are of the same sums.
