@@ -81,7 +81,7 @@ def rows(problem: Problem) -> list[list[str]]:
     x, train = problem.data.test.x[:TEST], problem.data.train
     la = LinearisedLaplace(problem.network, "classification", method="exact", num_samples=2)
     # The default budget may end before the precision is found.
-    la.fit_hyperparameters(train.loader(BATCH), budget=None, criterion="evidence", scale=1.0, progress=False)
+    la.fit_hyperparameters(train.loader(BATCH), budget=None, criterion="evidence", progress=False)
     prediction: Any = la.predict(x)
     precision, outputs, covariance = float(la.prior_precision_[0]), prediction.logits.double(), prediction.covariance()
     exact, found = log_probs(outputs, covariance), []

@@ -2,6 +2,8 @@
 
 from importlib.metadata import version
 
+from laplace_sampling.criterion import Criterion, Evidence, LeftOutLabels, SelfConsistency, Validation
+from laplace_sampling.data.training_data import Data
 from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.evidence.step import Step, StopFit
 from laplace_sampling.export.posterior_module import save_onnx
@@ -49,8 +51,11 @@ __all__ = [
     "Comparison",
     "ConvergenceWarning",
     "CountPrediction",
+    "Criterion",
+    "Data",
     "Diagnosis",
     "Dual",
+    "Evidence",
     "EvidenceCurves",
     "Exact",
     "Factored",
@@ -62,6 +67,7 @@ __all__ = [
     "Krylov",
     "LayerwisePrior",
     "LeaveOneOut",
+    "LeftOutLabels",
     "Likelihood",
     "LinearisedLaplace",
     "MarginalLikelihood",
@@ -74,10 +80,12 @@ __all__ = [
     "Prior",
     "RegressionPrediction",
     "Score",
+    "SelfConsistency",
     "Step",
     "Stochastic",
     "StopFit",
     "Subset",
+    "Validation",
     "compare",
     "from_loss",
     "largest_variance",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
+from laplace_sampling import ClassificationPrediction, Evidence, LinearisedLaplace, RegressionPrediction
 from laplace_sampling.solvers.progress import progress_bar
 
 
@@ -113,7 +113,7 @@ def classify(seconds: dict[str, float]) -> list[tuple[str, str, float, float, fl
     seconds[f"{name}: training"] = time.perf_counter() - start
     start = time.perf_counter()
     la = LinearisedLaplace(model, "classification")
-    la.fit_hyperparameters(data.loader, num_samples=8)
+    la.fit_hyperparameters(data.loader)
     seconds[f"{name}: fit_hyperparameters ({len(la.history_)} EM steps)"] = time.perf_counter() - start
     print(la)
     start = time.perf_counter()
@@ -136,7 +136,7 @@ def regress(seconds: dict[str, float]) -> list[tuple[str, str, float, float, flo
     seconds[f"{name}: training"] = time.perf_counter() - start
     start = time.perf_counter()
     la = LinearisedLaplace(model, "regression")
-    la.fit_hyperparameters(data.loader, max_steps=30)
+    la.fit_hyperparameters(data.loader, criterion=Evidence(max_steps=30))
     seconds[f"{name}: fit_hyperparameters ({len(la.history_)} EM steps)"] = time.perf_counter() - start
     print(la)
     pred = la.predict(data.x_test)
@@ -164,7 +164,7 @@ def picture(path: Path) -> None:
     y = torch.sin(3 * x) + 0.15 * torch.randn(x.shape, generator=generator)
     data = Data(x, y, x, y)
     model = train(lambda: mlp(1, depth=2), data, nn.MSELoss(), 1000, "picture")
-    la = LinearisedLaplace(model, "regression").fit_hyperparameters(data.loader, max_steps=30)
+    la = LinearisedLaplace(model, "regression").fit_hyperparameters(data.loader, criterion=Evidence(max_steps=30))
     grid = torch.linspace(-3.2, 3.2, 300)[:, None]
     pred = la.predict(grid)
     assert isinstance(pred, RegressionPrediction)

@@ -3,24 +3,22 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_sampling.data.batches import Layout, batched, digest, place
 from laplace_sampling.data.processes import Processes
-from laplace_sampling.data.training_data import TrainingData, Unpack
+from laplace_sampling.data.training_data import Data, TrainingData
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import SomeFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.validation import check_finite
+from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.placement import chosen
-
-if TYPE_CHECKING:
-    from laplace_sampling.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,8 @@ class HeldOut:
         cls,
         loader: Iterable[Any],
         network: Linearisation,
-        settings: "Settings",
-        unpack: Unpack | None,
-        num_data: int | None = None,
+        settings: Settings,
+        options: Data,
     ) -> "HeldOut":
         """The data of a loader: all of them in each of the processes that share a fit, whose samplers may give parts.
 
@@ -54,7 +51,7 @@ class HeldOut:
             TypeError, ValueError: as for training data.
         """
         try:
-            return cls._read(loader, network, settings, unpack, num_data)
+            return cls._read(loader, network, settings, options)
         except (TypeError, ValueError) as error:
             error.add_note("These are the data of `val_loader`.")
             raise
@@ -64,15 +61,14 @@ class HeldOut:
         cls,
         loader: Iterable[Any],
         network: Linearisation,
-        settings: "Settings",
-        unpack: Unpack | None,
-        num_data: int | None,
+        settings: Settings,
+        options: Data,
     ) -> "HeldOut":
         likelihood = settings.likelihood
         data = TrainingData(
             loader,
-            unpack=unpack,
-            num_data=num_data,
+            unpack=options.unpack,
+            num_data=options.num_data,
             fill=likelihood.fill,
             missing=likelihood.takes_missing,
             sampled_by=settings.processes,
@@ -118,4 +114,4 @@ def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:
     if observation is not None:
         raise ValueError(f"`{call}` does not go with `observe`: there is no scale for measurements.")
     if unequal_noise:
-        raise ValueError(f"`{call}` does not go with `noise_variances`, which the fit was given.")
+        raise ValueError(f"`{call}` does not go with `Data(noise_variances=...)`, which the fit was given.")

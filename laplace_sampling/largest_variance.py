@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_sampling.data.training_data import Data
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.closed_form import FactoredFit
 from laplace_sampling.methods.method import Tuned
@@ -14,14 +15,17 @@ from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_whole
 
-__all__ = ["largest_variance"]
-
-# Of the mode, where the curvature is taken.
-_TOLERANCE = 0.015
+_NO_DATA = Data()
 
 
 def largest_variance(
-    model: nn.Module, likelihood: str | Likelihood, loader: Iterable[Any], k: int, **settings: Any
+    model: nn.Module,
+    likelihood: str | Likelihood,
+    loader: Iterable[Any],
+    k: int,
+    *,
+    data: Data = _NO_DATA,
+    **settings: Any,
 ) -> dict[str, Tensor]:
     r"""Masks of the `k` weights of largest variance under a diagonal posterior, for `parameters=`.
 
@@ -35,8 +39,9 @@ def largest_variance(
         likelihood: as of `LinearisedLaplace`.
         loader: the training data.
         k: how many weights.
-        settings: of the `LinearisedLaplace` that gives the variances, and `unpack=`, `weights=` or `num_data=` of its
-            `fit`. By default the prior is isotropic; then its precision does not matter, the smallest `M_pp` win.
+        data: as of `fit`.
+        settings: of the `LinearisedLaplace` that gives the variances. By default the prior is isotropic; then its
+            precision does not matter, the smallest `M_pp` win.
 
     Returns:
         Masks by name of parameter, of those parameters that have a weight among the `k`.
@@ -53,7 +58,6 @@ def largest_variance(
         >>> la.samples_.shape
         torch.Size([64, 2])
     """
-    data = {name: settings.pop(name, None) for name in ("unpack", "weights", "num_data")}
     unknown = set(settings) - {field.name for field in fields(Settings)}
     if unknown:
         raise TypeError(f"`largest_variance` does not know {sorted(unknown)}.")
@@ -70,8 +74,8 @@ def largest_variance(
             f"`largest_variance(k={k})`: there are {network.num_parameters} weights to choose from; give a k from 1 to "
             "that."
         )
-    task = chosen.method.prepare(prepare(chosen, network, loader, progress=False, **data))
-    fit = task.method.fit(task, Tuned(), _TOLERANCE)
+    task = chosen.method.prepare(prepare(chosen, network, loader, data))
+    fit = task.method.fit(task, Tuned(), tolerance=0.015)
     assert isinstance(fit, FactoredFit)
     # Weights that the data do not see have the prior's variance, the largest of all, and no effect.
     is_seen = fit.curvature.eigenvalues() > 0

@@ -77,18 +77,6 @@ class OnTrainingData:
     def _left_out(self) -> LeaveOneOut | None:
         return self.fit.known_leave_one_out()
 
-    def _spread(self) -> Float[Tensor, "n C"]:
-        r"""Variances of the function: of the samples, or `V = (I + V⁻B)⁻¹V⁻` from those `V⁻` without each datum."""
-        if self._left_out is None:
-            return self.deviations.double().square().mean(0)
-        mean, likelihood = self._left_out.mean[self.some], self.fit.model.likelihood
-        assert isinstance(likelihood, Gaussian)
-        precision = likelihood.precision(mean).expand(mean.shape)
-        without = self._left_out.covariance[self.some] - torch.diag_embed(1 / precision)
-        B = precision.where(self.fit.model.observed(self._targets), 0)
-        eye = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
-        return torch.linalg.solve(eye + without * B[:, None], without).diagonal(dim1=1, dim2=2).clamp_min(0)
-
     @cached_property
     def _targets(self) -> Tensor:
         return self.fit.model.targets[self.some]
@@ -97,26 +85,26 @@ class OnTrainingData:
     def _outputs(self) -> Float[Tensor, "n C"]:
         return self.fit.model.network_outputs[self.some].double()
 
-    def calibration(self, given: Calibration | None = None) -> Calibration:
-        """A given scale, or one, with the log-likelihood of targets left out where that costs next to nothing."""
+    def calibration(self) -> Calibration:
+        """No change of predictions, with the log-likelihood of targets left out where that costs next to nothing."""
         fit, likelihood = self.fit, self.fit.model.likelihood
         if isinstance(likelihood, Gaussian) and (left_out := self._left_out) is not None:
             y = fit.model.targets.reshape(left_out.mean.shape)
             noise = 1 / likelihood.precision(left_out.mean)
             unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
-            scale = 1.0 if given is None else given.scale
-            return left_out_regression(left_out.scaled(unit, ~y.isnan()), y.to(unit) * unit, noise * unit**2, scale)
-        return given or Calibration()
+            return left_out_regression(left_out.scaled(unit, ~y.isnan()), y.to(unit) * unit, noise * unit**2)
+        return Calibration()
 
-    def problems(self, calibration: Calibration, held_out: bool) -> list[str]:
+    def problems(self, held_out: bool) -> list[str]:
         """Whether next to nothing is left of what the network knows of these data, if it knows anything.
 
         Nothing with its error bars; or, unless held-out data have a say, of data that are predicted from the others.
         """
         likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
         if isinstance(likelihood, Gaussian):
-            y, noise = y.reshape(f.shape).double(), calibration.noise / likelihood.precision(f)
-            spread = calibration.scale * self._spread()
+            y, noise = y.reshape(f.shape).double(), 1 / likelihood.precision(f)
+            # Exact variances of training data are at most those of their noise.
+            spread = 0.0 * f if self._left_out is not None else self.deviations.double().square().mean(0)
             given, centre = ~y.isnan(), y.nanmean(0).nan_to_num()
             variance = (y - centre).square().nanmean(0).nan_to_num()
 
@@ -127,19 +115,18 @@ class OnTrainingData:
             ours, own = mean_log_prob(f, spread + noise), mean_log_prob(f, noise + 0 * f)
             constant = mean_log_prob(centre.expand_as(f), variance.expand_as(f))
         elif (labels := labelled(likelihood)) is not None:
-            T, weights = calibration.temperature, likelihood.weights(y)[:, None]
-            counts = weights * labels.given(likelihood.unweighted_targets(y))
+            counts = likelihood.weights(y)[:, None] * labels.given(likelihood.unweighted_targets(y))
             if not bool((counts > 0).any()):
                 return []
 
             def mean(scale: float) -> float:
                 parts = (
-                    label_losses(likelihood, y[n], f[n] / T, self.deviations[:, n] / T, scale)
+                    label_losses(likelihood, y[n], f[n], self.deviations[:, n], scale)
                     for n in parts_of(self.deviations)
                 )
                 return -sum(float(part.sum()) for part in parts) / float(counts.sum())
 
-            ours, own = mean(calibration.scale), mean(0.0)
+            ours, own = mean(1.0), mean(0.0)
             constant = _without_inputs(labels, likelihood.unweighted_targets(y), counts)
         else:
             return []
@@ -153,7 +140,7 @@ class OnTrainingData:
                 f"{own:.3g}): they are too wide to be of use. Train the network to its end, try another `prior`, or "
                 "pass `val_loader`."
             ]
-        known = None if held_out else self._known_by_heart(calibration.scale, constant, own)
+        known = None if held_out else self._known_by_heart(constant, own)
         if known is None:
             return []
         return [
@@ -163,7 +150,7 @@ class OnTrainingData:
             "`val_loader`, data that the network was not trained on, which choose the noise."
         ]
 
-    def _known_by_heart(self, scale: float, constant: float, own: float) -> str | None:
+    def _known_by_heart(self, constant: float, own: float) -> str | None:
         """What says that the noise of a regression is not that of new data, in words.
 
         The data determine nearly as many directions as there are targets, and little of what the network's
@@ -180,7 +167,7 @@ class OnTrainingData:
             return known if gamma > NEARLY_ALL * numbers else None
         y = fit.model.targets.reshape(left_out.mean.shape).to(left_out.mean)
         noise = (1 / likelihood.precision(left_out.mean)).expand(left_out.mean.shape)
-        found = float(regression_log_probs(left_out, y, noise, scale)[self.some].mean())
+        found = float(regression_log_probs(left_out, y, noise, 1.0)[self.some].mean())
         if gamma <= _BY_HEART * numbers or found >= constant + (1 - _BY_HEART) * (own - constant):
             return None
         return f"{known}, and predicted from the others each has a log-likelihood of {found:.3g} on average"
@@ -303,18 +290,15 @@ def enough(numbers: int, most: int | None = None) -> int:
     return max(1, min(_ENOUGH if most is None else most, _NUMBERS // numbers))
 
 
-def calibration_of(
-    fit: Fit, tangent: TangentModel, held_out: bool, given: Calibration | None
-) -> tuple[Calibration, list[str]]:
-    """The calibration of a fit but for what held-out data do to it, and what is wrong with the error bars.
+def calibration_of(fit: Fit, tangent: TangentModel, held_out: bool) -> tuple[Calibration, list[str]]:
+    """The calibration of a fit before held-out data change it, and what is wrong with the error bars.
 
-    It was chosen together with the prior precision, unless a scale is given.
+    A criterion may have chosen it together with the prior precision.
     """
     together, likelihood = fit.tuned.calibration, fit.model.likelihood
     if together is not None:
-        return (together if given is None or held_out else given), []
+        return together, []
     if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
-        return given or Calibration(), []
+        return Calibration(), []
     trained = OnTrainingData.of(fit, tangent, _FEW)
-    calibration = Calibration() if held_out else trained.calibration(given)
-    return calibration, trained.problems(calibration, held_out)
+    return Calibration() if held_out else trained.calibration(), trained.problems(held_out)

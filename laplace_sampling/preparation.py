@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_sampling.data.batches import split
+from laplace_sampling.data.training_data import Data
+from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, measure, rows_in_memory
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -17,34 +19,31 @@ from laplace_sampling.methods.problem import Budget, Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
+from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_flag, check_positive
-
-if TYPE_CHECKING:
-    from laplace_sampling.settings import Settings
-
-__all__ = ["prepare", "restore_fit"]
 
 # Bytes that activations of the network may take at least, where solvers may take less: small networks need no pieces.
 _LEAST_ACTIVATIONS = 2**26
 
 
 def prepare(
-    settings: "Settings",
+    settings: Settings,
     network: Linearisation,
     loader: Iterable[Any],
-    progress: bool = False,
+    data: Data,
+    *,
     budget: float | None = None,
-    **data: Any,
+    progress: bool = False,
 ) -> Problem:
     """The problem on the data of a loader.
 
     Args:
         settings: of the `LinearisedLaplace`.
         network: the linearised network.
-        loader: as of a fit.
-        progress: whether progress bars are shown.
+        loader: of training data.
+        data: what the loader does not say.
         budget: training epochs that the fit may take.
-        data: `noise_variances`, `weights`, `unpack` and `num_data`, as of a fit.
+        progress: whether progress bars are shown.
 
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
@@ -53,7 +52,7 @@ def prepare(
     if budget is not None:
         check_positive("`budget`", budget)
     _check_alike(settings, network)
-    tangent = tangent_of(settings, network, settings.likelihood, loader, **data)
+    tangent = tangent_of(settings, network, settings.likelihood, loader, data)
     tangent = _within_memory(settings, network, tangent)
     problem = problem_of(settings, network, tangent, progress)
     cost, num_data = _cost(network, tangent), problem.features.num_data
@@ -63,7 +62,25 @@ def prepare(
     return replace(problem, cost=cost, budget=allowance)
 
 
-def _check_alike(settings: "Settings", network: Linearisation) -> None:
+def prepare_with_held_out(
+    settings: Settings,
+    network: Linearisation,
+    loader: Iterable[Any],
+    val_loader: Iterable[Any] | None,
+    data: Data,
+    *,
+    budget: float | None,
+    progress: bool,
+) -> tuple[Problem, HeldOut | None]:
+    """The problem on the data of a loader, and held-out data if there are any."""
+    if val_loader is not None:
+        check_calibration("val_loader", settings.observation, data.noise_variances is not None)
+    problem = prepare(settings, network, loader, data, budget=budget, progress=progress)
+    unpack = Data(unpack=data.unpack)
+    return problem, None if val_loader is None else HeldOut.read(val_loader, network, settings, unpack)
+
+
+def _check_alike(settings: Settings, network: Linearisation) -> None:
     """Raises if processes would come to other numbers, and so wait for each other."""
     if network.shell.shards is not None:
         network.fingerprint()  # raises if buffers differ
@@ -113,7 +130,7 @@ def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
 
 
 def tangent_of(
-    settings: "Settings", network: Linearisation, likelihood: Likelihood, loader: Iterable[Any], **data: Any
+    settings: Settings, network: Linearisation, likelihood: Likelihood, loader: Iterable[Any], data: Data
 ) -> TangentModel:
     """The tangent model on the data of a loader."""
     return tangent_model_of(
@@ -123,11 +140,11 @@ def tangent_of(
         kind=settings.linear_model,
         observation=getattr(likelihood, "observe", None),
         processes=settings.processes,
-        **data,
+        **vars(data),
     )
 
 
-def problem_of(settings: "Settings", network: Linearisation, tangent: TangentModel, progress: bool) -> Problem:
+def problem_of(settings: Settings, network: Linearisation, tangent: TangentModel, progress: bool) -> Problem:
     """What is asked of the posterior of a tangent model."""
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
@@ -148,12 +165,12 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     )
 
 
-def _half_of_free(settings: "Settings", network: Linearisation) -> float:
+def _half_of_free(settings: Settings, network: Linearisation) -> float:
     """Half of the free memory, in bytes, of the process that has least: all take the same decisions."""
     return 0.5 * network.shell.least(settings.processes.least(free_memory(network.device)))
 
 
-def _within_memory(settings: "Settings", network: Linearisation, tangent: TangentModel) -> TangentModel:
+def _within_memory(settings: Settings, network: Linearisation, tangent: TangentModel) -> TangentModel:
     """Lowers the number of data that go through the network at once to what activations have memory for."""
     features, max_memory = tangent.model.features, settings.method.max_memory
     network.batching.max_rows = None
@@ -169,16 +186,14 @@ def _within_memory(settings: "Settings", network: Linearisation, tangent: Tangen
 
 
 def restore_fit(
-    settings: "Settings", network: Linearisation, posterior: Posterior
+    settings: Settings, network: Linearisation, posterior: Posterior
 ) -> tuple[Fit, TangentModel] | tuple[None, None]:
     """The fit of a loaded posterior, if it was saved with its training data."""
     kept, rows = posterior.exact, posterior.rows
     if "inputs" not in kept:
         return None, None
     batches = list(zip(split(kept["inputs"], rows), split(kept["targets"], rows), strict=True))
-    noise_variances, weights = kept.get("noise_variances"), kept.get("weights")
-    tangent = tangent_of(
-        settings, network, posterior.likelihood, batches, noise_variances=noise_variances, weights=weights
-    )
+    data = Data(noise_variances=kept.get("noise_variances"), weights=kept.get("weights"))
+    tangent = tangent_of(settings, network, posterior.likelihood, batches, data)
     problem = problem_of(settings, network, tangent, progress=False)
     return posterior.method.restore(problem, posterior.prior, kept), tangent

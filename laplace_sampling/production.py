@@ -12,11 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 from laplace_sampling.data.batches import as_tensors, place
 from laplace_sampling.data.sources import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
-from laplace_sampling.fitted import FittedModel
 from laplace_sampling.methods.method import Fit
 from laplace_sampling.networks.agreement import difference, rounding
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
@@ -26,86 +24,6 @@ from laplace_sampling.solvers.progress import progress_bar
 
 # Of these the first axis is that of the samples.
 _SAMPLED = ("samples", "deviations")
-
-
-class ProductionModel(FittedModel):
-    """A fitted model that predicts outside of the session of its fit."""
-
-    @solver_call
-    def to_module(
-        self,
-        num_samples: int | None = None,
-        outputs: Sequence[str] | None = None,
-        *,
-        example: Any = None,
-    ) -> PosteriorModule:
-        r"""The network with its error bars as one `nn.Module`, for `torch.export`, ONNX, `torch.compile` and servers.
-
-        `module(x)` is a dictionary of what `predict(x)` gives: probabilities, standard deviations and the like, for a
-        batch of any size. The network's weights and the samples are buffers of it, with scale, temperature and noise
-        inside; it knows neither training data nor this object.
-
-        Of all weights it computes `f(w̄, x)` and `K` JVPs `φ(x) ζ_k` by forward derivatives of the operations that
-        `torch.export` takes the network apart into. Of a linear last layer (`parameters="last_layer"`) the rest of the
-        network, `module.program.body`, runs once and is not differentiated: it may be quantised, pruned or anything
-        else. Samples, and the covariance where `predict` has it in closed form, then take one product of matrices.
-
-        Variances of other posteriors are those of the samples. Where `predict` knows them without samples, as after a
-        fit by the exact method, a notice says which outputs differ by the noise of these, `1/√(2K)` of themselves.
-
-        Args:
-            num_samples: use only the first so many of `samples_`.
-            outputs: names of attributes of predictions, such as `"probs"`, `"mean"`, `"samples"`, `"entropy"`; by
-                default `"probs"` or `"mean"`, and `"stddev"` and `"epistemic"` where there are such.
-            example: inputs as of `predict`, with which the network is traced and the module checked; by default the few
-                training data that the posterior keeps to know its network again.
-
-        Raises:
-            NotFittedError: before a fit.
-            ValueError: for a name that predictions do not have; for a network that torch does not export, or with an
-                operation without a rule, named in the error; for one of several heads; if the module does not compute
-                what `predict` does; if an example is needed.
-        """
-        fitted = self._drawn("to_module")
-        self._check_network("to_module")
-        return module_of(self.network, self.settings, fitted.posterior, fitted.fit, num_samples, outputs, example)
-
-    @solver_call
-    def predict_loader(
-        self,
-        loader: Iterable[Any],
-        outputs: Sequence[str] | None = None,
-        *,
-        progress: bool = True,
-        unpack: Unpack | None = None,
-    ) -> dict[str, Tensor]:
-        """Predictions of any number of data, batch by batch: by name one tensor of all of them, on the CPU.
-
-        One batch and what is asked of it are in memory at a time, so the data may be larger. `"samples"` and
-        `"deviations"` are `[K, N, ...]`, everything else is `[N, ...]`, in the order of the loader.
-
-        Args:
-            loader: of batches `(x, y)` or `x`; a `DataLoader`, a dataset, or any iterable. Targets are not looked at.
-                A mapping is `x` without its `labels`. A pair is always `(x, y)`: of a network that takes two tensors,
-                batches without targets are `((a, b),)`.
-            outputs: names of attributes of predictions, as for `to_module`.
-            progress: show a progress bar.
-            unpack: for other batches, `batch -> (inputs, targets)`, as for `fit`; targets may be `None`.
-
-        Raises:
-            NotFittedError: before a fit.
-            TypeError: for batches of another form.
-            ValueError: for a name that predictions do not have; without a batch; as `predict`; for outputs whose shape
-                is not the same in all batches.
-        """
-        fitted = self._drawn("predict_loader")
-        names = check_quantities("predict_loader", outputs, self.settings.likelihood)
-
-        def predicted(x: Any) -> Prediction:
-            self._check_network("predict_loader")
-            return predict(self.network, fitted.posterior, fitted.fit, x)
-
-        return predictions_of(loader, predicted, names, fitted.posterior.rows, progress, unpack)
 
 
 def module_of(
@@ -182,7 +100,7 @@ def _inputs(batch: Any) -> Any:
     if len(batch) > 2 or not batch:
         raise TypeError(
             f"Batches of `predict_loader(loader)` must be pairs (x, y), or inputs x alone, but one is a "
-            f"{type(batch).__name__} of {len(batch)}. Others take `unpack=`, a function of a batch that returns "
+            f"{type(batch).__name__} of {len(batch)}. For others `Data(unpack=...)` returns "
             "(inputs, targets)."
         )
     return batch[0]

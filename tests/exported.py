@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from flat_settings import scaled
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -67,7 +68,7 @@ def fitted(
     }[likelihood]
     settings = {"method": "auto" if settings.get("parameters") == "last_layer" else "krylov", **settings}
     la = LinearisedLaplace(model.to(dtype), likelihood, num_samples=6, **settings)
-    return la.fit([(x[:12], y[:12])], scale=1.7, tolerance=0.1, progress=False), x[12:]
+    return scaled(la.fit([(x[:12], y[:12])], tolerance=0.1, progress=False), 1.7), x[12:]
 
 
 def assert_predicts(found: dict[str, Tensor], la: LinearisedLaplace, x: Tensor, tolerance: float = 1e-5) -> None:

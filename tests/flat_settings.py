@@ -1,13 +1,26 @@
 """A `LinearisedLaplace` from flat settings, so that a test varies one of them by its name."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from cases import Case
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import SGD, SVRG, Dual, Gaussian, LinearisedLaplace, Method, Prior, Stochastic
+from laplace_sampling import (
+    SGD,
+    SVRG,
+    Calibration,
+    Data,
+    Dual,
+    Evidence,
+    Gaussian,
+    LinearisedLaplace,
+    Method,
+    Prior,
+    Stochastic,
+)
+from laplace_sampling.criterion import CRITERIA
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.methods import as_method
 from laplace_sampling.methods.closed_form import ObservationSpaceFit, WeightSpaceFit
@@ -49,6 +62,23 @@ def laplace_of(
     return LinearisedLaplace(model, likelihood, prior=prior, method=method, seed=seed, **settings)
 
 
+def fit_arguments(criterion: str = "auto", **flat: Any) -> dict[str, Any]:
+    """Arguments of a fit from flat ones: what is a field of `Data` goes there, and of a criterion into that."""
+    data = {field.name: flat.pop(field.name) for field in fields(Data) if field.name in flat}
+    kind = Evidence if criterion == "auto" else CRITERIA[criterion]
+    given = {field.name: flat.pop(field.name) for field in fields(Evidence) if field.name in flat}
+    known = {name: value for name, value in given.items() if name in {field.name for field in fields(kind)}}
+    if known or criterion != "auto":
+        flat["criterion"] = kind(**known) if known else criterion
+    return {**flat, "data": Data(**data)}
+
+
+def scaled(la: LinearisedLaplace, scale: float) -> LinearisedLaplace:
+    """The posterior with its covariance times a factor, as held-out data may choose it."""
+    la._fitted = replace(la._require("scale"), posterior=replace(la.posterior_, calibration=Calibration(scale=scale)))
+    return la
+
+
 def loader(case: Case, batch_size: int = 8, **settings: Any) -> DataLoader:
     x, y = case.x, case.given[1]
     if isinstance(y, dict):
@@ -68,7 +98,7 @@ def fit_case(case: Case, method: str = "exact", **settings: Any) -> LinearisedLa
     R = settings.pop("noise_variances", None)
     settings = {"likelihood": case.likelihood, "prior_precision": 0.7, "num_samples": 4, "method": method, **settings}
     la = laplace_of(case.model, **settings)
-    return la.fit(data, noise_variances=R, tolerance=1e-9, progress=False)
+    return la.fit(data, data=Data(noise_variances=R), tolerance=1e-9, progress=False)
 
 
 def in_observation_space(la: LinearisedLaplace) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling import SGD, SVRG, Gaussian, LinearisedLaplace, Stochastic, from_loss
+from laplace_sampling import SGD, SVRG, Evidence, Gaussian, LinearisedLaplace, Stochastic, from_loss
 
 METHODS = ["exact", "krylov", "svrg", "sgd", "dual", "kfac", "diagonal", "subset", "auto", "last_layer"]
 OUTPUTS = {
@@ -174,9 +174,9 @@ def numbers(row: tuple[str, str, str, str, str]) -> dict[str, Any]:
         if criterion == "given":
             la.fit(data, progress=False)
         else:
-            rule = "auto" if criterion == "validation" else criterion
+            rule = {"validation": "auto", "evidence": Evidence(num_samples=6)}.get(criterion, criterion)
             held_out = held_out if criterion == "validation" else None
-            la.fit_hyperparameters(data, held_out, criterion=rule, progress=False, num_samples=6)
+            la.fit_hyperparameters(data, held_out, criterion=rule, progress=False)
         seconds = time.process_time() - started
     found = {
         "seconds": seconds,

@@ -115,7 +115,9 @@ class Stream(Source):
             if num == self.num_data:
                 return
         if self.num_data is not None:
-            raise ValueError(f"The data end after {num} of `num_data={self.num_data}`; give the number that there are.")
+            raise ValueError(
+                f"The data end after {num} of `Data(num_data={self.num_data})`; give the number that there are."
+            )
 
     def inputs(self, index: Tensor) -> Any:
         if bool((index.diff() < 0).any()):
@@ -172,7 +174,7 @@ def source_of(
 def _num_data(dataset: IterableDataset) -> int:
     if not isinstance(dataset, Sized):
         raise ValueError(
-            "The data are an IterableDataset, which may have no end: say how many there are with `num_data=`."
+            "The data are an IterableDataset, which may have no end: say how many there are with `Data(num_data=...)`."
         )
     return len(dataset)
 
@@ -304,7 +306,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         hint = " To give all data at once, pass the list [(x, y)]." if isinstance(batch, Tensor) else ""
         raise TypeError(
             "Batches of the loader must be pairs (x, y) of tensors (or of tuples or dictionaries of them), or "
-            f"mappings with `labels`, but one is {_kinds(batch)}.{hint} Others take `unpack=`, a function of a batch "
+            f"mappings with `labels`, but one is {_kinds(batch)}.{hint} For others give `Data(unpack=...)`, of a batch "
             "that returns (inputs, targets)."
         )
     return batch[0], batch[1]

@@ -6,7 +6,7 @@ has no index but its order, which must repeat.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,31 @@ from laplace_sampling.data.sources import (
 # Inputs up to this size are kept in memory, as tensors, and the dataset is read once. It is not tuned: half and twice
 # of it change no result, and the time only where the size of a dataset is between the two.
 DEFAULT_CACHE_BYTES = 2**31
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
+    """What a loader of training data does not say.
+
+    Args:
+        weights: `[N]`, in the order of the dataset: a datum of weight 2 counts as two in the sum of losses. For a
+            regression they are `1/noise_variances`.
+        noise_variances: `R` of heteroscedastic noise, `[N]` or one for each output, `[N, ...]`, in the units of the
+            targets squared and in the order of the dataset, whatever order the loader has. The noise variance of a
+            datum is `R/b`, with `b` learnt; for variances that are known, use `Gaussian(1.0, learn=False)`.
+        unpack: for batches that are no pairs `(x, y)`, `batch -> (inputs, targets)`.
+        num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
+    """
+
+    weights: Tensor | Sequence[float] | None = None
+    noise_variances: Tensor | None = None
+    unpack: Unpack | None = None
+    num_data: int | None = None
+
+    def check(self, call: str, *names: str) -> None:
+        """Raise a `ValueError` if anything but these is given, which a call has no use for."""
+        if other := [name for name, value in vars(self).items() if value is not None and name not in names]:
+            raise ValueError(f"`{call}(data=Data({other[0]}=...))`: give {' and '.join(names)} only.")
 
 
 class TrainingData:
@@ -196,7 +221,7 @@ class _Seen:
         if other.fixed != self.fixed:
             raise ValueError(
                 f"What is no tensor of rows in the inputs must be the same for all data, but is {self.fixed} in the "
-                f"first batch and {other.fixed} in {where}; leave out by `unpack=` what is not needed."
+                f"first batch and {other.fixed} in {where}; leave out by `Data(unpack=...)` what is not needed."
             )
         self.num_data, self.largest = self.num_data + other.num_data, max(self.largest, other.largest)
         self.shapes |= other.shapes

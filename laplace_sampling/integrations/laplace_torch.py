@@ -12,6 +12,7 @@ It is fitted, tuned and called as any other `Laplace`, and returns what these re
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from laplace_sampling.data.batches import place
+from laplace_sampling.data.training_data import Data
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.methods.method import Method
+from laplace_sampling.predictions.calibration import Calibration
 
 try:
     from laplace.baselaplace import ParametricLaplace
@@ -143,8 +146,10 @@ class SampledLaplace(ParametricLaplace):
 
     def _fit(self, progress: bool) -> LinearisedLaplace:
         la = self._unfitted()
-        how = {"scale": float(self.temperature), "unpack": self._unpacked, "progress": progress}
-        return self._keep(la.fit(self._loader, budget=self._budget, **how))
+        la.fit(self._loader, data=Data(unpack=self._unpacked), budget=self._budget, progress=progress)
+        posterior = replace(la.posterior_, calibration=Calibration(scale=float(self.temperature)))
+        la._fitted = replace(la._require("fit"), posterior=posterior)
+        return self._keep(la)
 
     def _keep(self, la: LinearisedLaplace) -> LinearisedLaplace:
         self.linearised, self._fitted_at, self._curve = la, self._hyperparameters(), None

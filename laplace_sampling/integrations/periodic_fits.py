@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laplace_sampling.criterion import as_criterion
 from laplace_sampling.data.batches import batched, flattened, take
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.random_state import PrivateRandomness
-from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.data.training_data import Data, TrainingData
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -173,7 +174,8 @@ class PeriodicFits:
         with PrivateRandomness().use():
             la, warm = self._at(model), self._first > 0
             processes = la.settings.processes
-            held_out = val_loader if self._options.get("criterion") == "validation" else None
+            criterion = as_criterion(self._options.get("criterion", "auto"))
+            held_out = val_loader if criterion is not None and criterion.name == "validation" else None
             # A later fit starts from the one before, and may take half of what the first one cost.
             budget = self.budget and Strict(self._first / 2 if warm else self.budget)
             with _buffers_of_first(la.network.source, processes):
@@ -225,7 +227,7 @@ class PeriodicFits:
         likelihood, processes = la.settings.likelihood, la.settings.processes
         data = TrainingData(
             val_loader,
-            unpack=self._options.get("unpack"),
+            unpack=self._options.get("data", Data()).unpack,
             fill=likelihood.fill,
             missing=likelihood.takes_missing,
             processes=processes,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from laplace_sampling.data.training_data import Data
 from laplace_sampling.files import read, write
 from laplace_sampling.integrations.periodic_fits import AUTO, PREFIX, PeriodicFits
 from laplace_sampling.laplace import LinearisedLaplace
@@ -46,7 +47,7 @@ class LaplaceTrainerCallback(TrainerCallback):
 
     The data of the fits are those of `train_dataset`, each once and in their order, through the Trainer's collator.
     They are mappings with `labels`, and the model returns `logits`. Labels of causal language models need
-    `unpack=next_token`.
+    `data=Data(unpack=next_token)`.
 
     Several processes fit together: they share out the data, all of them have the result, and the main one writes the
     file, from which another number of processes may go on.
@@ -84,7 +85,7 @@ class LaplaceTrainerCallback(TrainerCallback):
         self.fits = PeriodicFits(likelihood, **{"process_group": AUTO, **options})
         self.train_dataset, self.val_dataset, self.train_loader = train_dataset, val_dataset, train_loader
         self.trainer = trainer
-        self._shifts = "unpack" in options
+        self._shifts = options.get("data", Data()).unpack is not None
         self._anew = self.fits.state_dict()
         # The step of the weights that the last fit is of.
         self._fitted_at: int | None = None
@@ -101,7 +102,7 @@ class LaplaceTrainerCallback(TrainerCallback):
         causal = parts.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         if causal and not self._shifts:
             raise ValueError(
-                f"The labels of a {causal.pop()} are those of the next token. Pass `unpack=next_token` of "
+                f"The labels of a {causal.pop()} are those of the next token. Pass `data=Data(unpack=next_token)` of "
                 "laplace_sampling.integrations.transformers, or an `unpack` of your own."
             )
         self._train_loader(kwargs["train_dataloader"])  # raises before time is spent
@@ -208,7 +209,7 @@ def _checkpoint(folder: str | None, state: TrainerState) -> Path:
 def next_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """Inputs of a causal language model, and its labels as its logits `[N, T, V]` have them: of the token that follows.
 
-    For `unpack=`, with `Categorical(class_dim=-1)`: models of transformers move their labels by one within their loss.
+    For `Data(unpack=...)`, with `Categorical(class_dim=-1)`: models of transformers move labels by one in their loss.
     The last position, which no token follows, has none.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}

@@ -42,7 +42,7 @@ from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import AtBounds, check_bounds, clamped, mackay_root
+from laplace_sampling.linear_model.bounds import AtBounds, clamped, mackay_root
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
@@ -57,7 +57,7 @@ from laplace_sampling.predictions.diagnosis import FEW_SAMPLES, Accuracy, Check
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.selection import Selection
-from laplace_sampling.solvers.checks import check_finite, check_positive, check_whole
+from laplace_sampling.solvers.checks import check_finite, check_positive
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.solver import Minimum, Solver, whitening
 
@@ -119,12 +119,7 @@ class Tuning:
     criterion: str = "auto"
 
     def __post_init__(self) -> None:
-        check_whole("`fit_hyperparameters(max_steps=...)`", self.max_steps, 1)
-        check_whole("`fit_hyperparameters(num_samples=...)`", self.num_samples, 1)
         check_positive("`fit_hyperparameters(tolerance=...)`", self.tolerance)
-        check_bounds(self.precision_bounds, self.noise_bounds)
-        if self.callback is not None and not callable(self.callback):
-            raise TypeError(f"`callback` must be a function of a `Step`, but is {self.callback!r:.80}.")
 
     def shifted(self, loss: float) -> "Tuning":
         """Returns settings whose callback gets losses of the targets, where those of the model are smaller."""
@@ -520,7 +515,7 @@ class Method(ABC):
     """How a posterior is found: settings, and what follows from them for a problem.
 
     To write one, subclass this in a file of its own, give `name`, `stacks`, `tune` and `fit`, and add a line to the
-    table in `laplace_sampling/methods/__init__.py`. `SolverMethod` has `tune` and `fit` for a solver of linear systems.
+    table in `laplace_sampling/methods/__init__.py`. `Method` has `tune` and `fit` for a solver of linear systems.
 
     Args:
         max_memory: bytes that solvers may take for vectors of `P` numbers, the samples among them; half of what is
@@ -886,7 +881,7 @@ def tuned_by(result: EMResult, task: Task, tuning: Tuning, solver: Solver) -> tu
         problems.append(
             f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
             f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
-            + (task.budget.advice or "Raise `max_steps`, or `tolerance`.")
+            + (task.budget.advice or "Raise `max_steps` of `Evidence`, or `tolerance`.")
         )
     at_bounds = AtBounds.of(result.prior, result.likelihood, tuning.precision_bounds, tuning.noise_bounds)
     tuned = Tuned(
@@ -1065,7 +1060,7 @@ def balances(fit: Fit) -> Iterator[Check]:
     advice = (
         "Bring inputs and targets to a common scale."
         if fit.method.name == "exact"
-        else 'Raise `num_samples` and `max_steps` of `fit_hyperparameters`, or use method="exact".'
+        else 'Raise `num_samples` and `max_steps` of `Evidence`, or use method="exact".'
     )
 
     def balance(what: str, value: float, wanted: float, found: float, error: float, tolerance: float) -> Check:

@@ -18,26 +18,15 @@ from torch import Tensor
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.labels import Labels
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.solvers.checks import check_positive
 
 # Numbers of deviations that are worked on at once: a definition, 1 MiB.
 _NUMBERS = 2**17
-# Standard deviations of normal priors of `log τ` and `log T`, which matter where data are few. Where error bars and a
-# temperature explain held-out data equally well, the error bars are believed: they tell data far from the training
-# data. docs/decisions.md has the trials of these and of the next two.
-LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
+# Standard deviation of the normal prior of `log τ`, which matters where data are few: docs/decisions.md has the trials.
+LOG_SCALE = 2.0
 # Held-out targets that are worth what the training data say of the noise.
 NOISE_WORTH = 10.0
-# The mean of an exponential prior of `−log T`, for the network's own temperature `T` where it is below one: without a
-# prior a few data without an error take it towards zero.
-_LOG_SHARPER = 0.1
 # Bounds of the logarithms of the factors that held-out data choose.
 _LOGS = {"scale": (-9.0, 5.0), "temperature": (-5.0, 5.0), "noise": (-9.0, 9.0)}
-# Accuracy of the logarithm of a factor that is found alone.
-_ACCURACY = 1e-3
-# By how many nats, over all data, and by how many standard errors the network alone must be better for a warning: a
-# smaller difference changes nothing, or is chance.
-_NATS, _ERRORS = 1.0, 2.0
 _NAMES = {"scale": "scale_", "temperature": "temperature_", "noise": "calibration_.noise"}
 
 
@@ -83,12 +72,6 @@ class Calibration:
     def __post_init__(self) -> None:
         object.__setattr__(self, "at_bounds", tuple(self.at_bounds))  # a file has lists
 
-    @classmethod
-    def of_scale(cls, scale: float | str) -> "Calibration":
-        """A scale that the user gives."""
-        check_positive("`scale`", scale, also=' (or "auto" in `fit_hyperparameters`)')
-        return cls(scale=float(scale))
-
     @property
     def factors(self) -> tuple[float, float, float]:
         """Scale, temperature and noise."""
@@ -110,15 +93,19 @@ class Calibration:
 
     @property
     def problems(self) -> list[str]:
-        """What users should know of the error bars, in words."""
+        """What users should know of the error bars, in words.
+
+        Data must be less likely with them by more than a nat of all, and by more than two standard errors: a smaller
+        difference changes nothing, or is chance.
+        """
         problems = [
             f"`{_NAMES[name]}` ended at {getattr(self, name):.3g}, a bound of its search; a better one may lie beyond "
-            "it. Try another `prior`, or give `scale=` a number."
+            "it. Try another `prior`."
             for name in self.at_bounds
         ]
         if self.log_likelihood is None or self.network_log_likelihood is None or self.standard_error is None:
             return problems
-        if self.network_log_likelihood - self.log_likelihood > max(_NATS, _ERRORS * self.standard_error):
+        if self.network_log_likelihood - self.log_likelihood > max(1.0, 2 * self.standard_error):
             which, advice = {
                 "left out": (
                     "training data, each predicted from the others,",
@@ -202,7 +189,9 @@ def calibrate(
             yield _losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale)
 
     def prior(found: Mapping[str, Tensor]) -> Tensor:
-        widths = {"scale": LOG_SCALE, "temperature": _LOG_TEMPERATURE}
+        # Where error bars and a temperature explain held-out data equally well, the error bars are believed: they tell
+        # data far from the training data.
+        widths = {"scale": LOG_SCALE, "temperature": 0.5}
         return torch.stack([0.5 * (found[name].log() / widths[name]) ** 2 for name in free]).sum()
 
     bounds = {name: _LOGS[name] for name in free}
@@ -219,7 +208,7 @@ def calibrate(
 def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"]) -> float:
     """The likeliest temperature of the network without error bars, at most one: below it one takes error bars back.
 
-    `−log T` has an exponential prior of mean 0.1.
+    `−log T` has an exponential prior of mean 0.1: without it a few data without an error take `T` towards zero.
     """
     nothing = torch.zeros_like(outputs)[None]
     parts = parts_of(nothing)
@@ -229,7 +218,7 @@ def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tens
             yield _losses(likelihood, targets[n], outputs[n].double() / found["temperature"], nothing[:, n], 1.0)
 
     bounds = {"temperature": (_LOGS["temperature"][0], 0.0)}
-    found = _likeliest(losses, len(outputs), bounds, lambda found: -found["temperature"].log() / _LOG_SHARPER)
+    found = _likeliest(losses, len(outputs), bounds, lambda found: -found["temperature"].log() / 0.1)
     return found["temperature"]
 
 
@@ -316,7 +305,7 @@ def _likeliest(
         def of_one(log: float) -> float:
             return sum(map(float, value(torch.tensor([log], dtype=torch.float64))))
 
-        found: Any = minimize_scalar(of_one, bounds=ends, method="bounded", options={"xatol": _ACCURACY})
+        found: Any = minimize_scalar(of_one, bounds=ends, method="bounded", options={"xatol": 1e-3})
         # A bounded search never tries its ends.
         return dict.fromkeys(bounds, math.exp(min((*ends, float(found.x)), key=of_one)))
 

@@ -15,14 +15,9 @@ from torch import Tensor
 
 # With fewer samples than this the error of a standard deviation, `1/√(2K)`, is above 18 %.
 FEW_SAMPLES = 16
-# A p-value below the first is wrong, if also the variance is off by more than the second, a share of what the data
-# determine: twice the default tolerance of standard deviations. Many samples find what no error bar shows.
-_SIGNIFICANT, _HARMLESS = 0.01, 0.03
-# The largest difference of two distribution functions that is harmless, too.
-_INVISIBLE = 0.2
-# Standard errors by which two estimates may differ.
-_STANDARD_ERRORS = 3.0
-_COLUMNS = 100
+# The share of what the data determine by which a sum may be off: twice the default tolerance of standard deviations.
+# Many samples find what no error bar shows.
+_HARMLESS = 0.03
 
 
 @dataclass(frozen=True)
@@ -184,13 +179,14 @@ class Diagnosis:
         return "\n".join(wrapped)
 
 
-def energy_checks(energies: Float[Tensor, " K"], num_parameters: int, gamma: float) -> list[Check]:
+def energy_checks(energies: Float[Tensor, " K"], num_parameters: int, gamma: float, level: float = 0.01) -> list[Check]:
     r"""Tests of `ζᵀHζ` against `χ²(P)`: of the mean by `χ²(KP)`, and of the distribution by Kolmogorov and Smirnov.
 
     Args:
         energies: `ζ_kᵀHζ_k`.
         num_parameters: `P`.
         gamma: `γ`; a deviation of the mean by less than 3 % of it is harmless.
+        level: the p-value below which a test fails.
 
     Example:
         >>> import torch
@@ -204,11 +200,12 @@ def energy_checks(energies: Float[Tensor, " K"], num_parameters: int, gamma: flo
 
     values, num = energies.detach().double().cpu().numpy(), len(energies)
     of_sum, harmless = stats.chi2(num * num_parameters), _HARMLESS * gamma
-    low, high = (float(of_sum.ppf(q)) / num for q in (_SIGNIFICANT / 2, 1 - _SIGNIFICANT / 2))
+    low, high = (float(of_sum.ppf(q)) / num for q in (level / 2, 1 - level / 2))
     statistic = math.nan
     if math.isfinite(values.sum()):
         statistic = float(stats.kstest(values, stats.chi2(num_parameters).cdf).statistic)
-    largest = max(float(stats.kstwo.isf(_SIGNIFICANT, num)), _INVISIBLE)
+    # A difference of two distribution functions of a fifth is harmless, too.
+    largest = max(float(stats.kstwo.isf(level, num)), 0.2)
     sentence = (
         "The energies ζᵀHζ of the samples are not those of N(0, H⁻¹) in all directions together. If solves have not "
         "converged, give them more passes; else check the precision (`model.double()`)."
@@ -220,8 +217,8 @@ def energy_checks(energies: Float[Tensor, " K"], num_parameters: int, gamma: flo
 
 
 def dimension_check(gamma: tuple[float, float], reference: tuple[float, float]) -> Check:
-    """Compares `γ` of the samples, with its standard error, with another estimate."""
-    error = _STANDARD_ERRORS * math.hypot(gamma[1], reference[1])
+    """Compares `γ` of the samples, with its standard error, with another estimate: they may differ by three errors."""
+    error = 3 * math.hypot(gamma[1], reference[1])
     allowed = max(error, _HARMLESS * abs(reference[0]))
     return Check(
         "γ of the samples beside that of the evidence",
@@ -239,4 +236,4 @@ def _number(value: float) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _COLUMNS, subsequent_indent="   ") or [""]
+    return textwrap.wrap(text, 100, subsequent_indent="   ") or [""]

@@ -15,6 +15,7 @@ from laplace_sampling.linear_model.head_covariances import has_head_covariances,
 from laplace_sampling.linear_model.head_curvature import head_inputs, head_of
 from laplace_sampling.linear_model.kronecker import Inverse
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.solvers.dense import Factor
 from laplace_sampling.solvers.operator import Operator
@@ -221,15 +222,17 @@ class HeadCovariance(FunctionCovariance):
     prior: GaussianPrior
     curvature: Factored
 
-    def blocks(self) -> Float[Tensor, "N C C"]:
+    @property
+    def _inputs(self) -> tuple[LinearLayer, Tensor]:
         found = head_inputs(self.features, torch.arange(self.features.num_data))
         assert found is not None
-        return head_covariances(self.curvature, *found, self.prior.precision, self.prior.scale)[0]
+        return found
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        return head_covariances(self.curvature, *self._inputs, self.prior.precision, self.prior.scale)[0]
 
     def variance(self) -> Float[Tensor, "N C"]:
-        found = head_inputs(self.features, torch.arange(self.features.num_data))
-        assert found is not None
-        return head_variances(self.curvature, *found, self.prior.precision[0], self.prior.scale)
+        return head_variances(self.curvature, *self._inputs, self.prior.precision[0], self.prior.scale)
 
     def joint(self) -> Float[Tensor, "NC NC"]:
         return DenseCovariance(self.features, self.prior, Inverse(self.curvature, self.prior.spread())).joint()

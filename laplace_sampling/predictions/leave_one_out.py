@@ -161,9 +161,9 @@ def left_out_log_probs(
 
 
 def left_out_regression(
-    left_out: LeaveOneOut, targets: Float[Tensor, "N C"], noise_variance: Float[Tensor, "N C"], scale: float
+    left_out: LeaveOneOut, targets: Float[Tensor, "N C"], noise_variance: Float[Tensor, "N C"]
 ) -> Calibration:
-    """A scale with the log-likelihoods of targets that are predicted from the others.
+    """The log-likelihoods of targets that are predicted from the others.
 
     Their difference has no standard error. By the linear model, whose features have seen each datum, the network alone
     predicts it better than new data: on four ReLU networks that were trained with weight decay it was ahead by 10 nats
@@ -173,11 +173,10 @@ def left_out_regression(
         left_out: predictions of the targets, with noise.
         targets: `y`, NaN where they are missing: data without any do not count.
         noise_variance: of each.
-        scale: of the covariance without the noise.
     """
     some = ~targets.isnan().all(1)
-    with_error_bars, alone = (regression_log_probs(left_out, targets, noise_variance, by)[some] for by in (scale, 0.0))
-    return replace(Calibration(scale=scale).scored("left out", with_error_bars, alone), standard_error=None)
+    with_error_bars, alone = (regression_log_probs(left_out, targets, noise_variance, by)[some] for by in (1.0, 0.0))
+    return replace(Calibration().scored("left out", with_error_bars, alone), standard_error=None)
 
 
 def regression_log_probs(

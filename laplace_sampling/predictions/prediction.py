@@ -204,11 +204,12 @@ class _Intervals(Prediction):
 
     @property
     @abstractmethod
-    def observation_variance(self) -> Tensor: ...
+    def noise_variance(self) -> Tensor: ...
 
     @property
-    @abstractmethod
-    def noise_variance(self) -> Tensor: ...
+    def observation_variance(self) -> Float[Tensor, "N *D"]:
+        """Variance of a new observation, `variance + noise_variance`."""
+        return self.variance + self.noise_variance
 
     @property
     def epistemic(self) -> Float[Tensor, " N"]:
@@ -280,11 +281,6 @@ class RegressionPrediction(_Intervals):
         # Torch's checks of arguments fail for a batch of no data.
         return LowRankMultivariateNormal(mean, factor, noise, validate_args=None if len(mean) else False)
 
-    @property
-    def observation_variance(self) -> Float[Tensor, "N *C"]:
-        """Variance of a new observation, `variance + noise_variance`."""
-        return self.variance + self.noise_variance
-
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
         """Log density of each observation, noise included, joint over its outputs; `y` has the shape of `mean`.
 
@@ -301,8 +297,6 @@ class RegressionPrediction(_Intervals):
         if not len(targets):  # which torch's densities of several outputs do not take
             return targets.new_zeros(0)
         error, distribution = flattened(targets - self.outputs), self.distribution()
-        if bool(given.all()):
-            return distribution.log_prob(flattened(targets))
         if isinstance(distribution, MultivariateNormal):
             return log_density(error, distribution.covariance_matrix)
         # As `log_density`, without matrices of all outputs.
@@ -339,11 +333,6 @@ class HeteroscedasticPrediction(SampledPrediction, _Intervals):
     def noise_variance(self) -> Float[Tensor, "N *D"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Expected variance of the noise, `E[eˢ] = exp(s + ½ var s)` of a Gaussian log variance `s`."""
         return (self.outputs.chunk(2, 1)[1] + self._variances.chunk(2, 1)[1] / 2).exp()
-
-    @property
-    def observation_variance(self) -> Float[Tensor, "N *D"]:
-        """Variance of a new observation, `variance + noise_variance`."""
-        return self.variance + self.noise_variance
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from laplace_sampling.data.batches import arguments, num_rows, place, read
 from laplace_sampling.data.sources import unpacking
-from laplace_sampling.data.training_data import Unpack
+from laplace_sampling.data.training_data import Data
 from laplace_sampling.evidence.curves import MarginalLikelihood, Traces
 from laplace_sampling.evidence.em import noise_update
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -47,6 +47,8 @@ from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.preconditioners import Factored
 from laplace_sampling.solvers.progress import progress_bar
+
+_NO_DATA = Data()
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,7 @@ def updated_precisions(
     parameters: Subset = None,
     method: str | Method = "kfac",
     seed: int = 0,
-    unpack: Unpack | None = None,
-    num_data: int | None = None,
+    data: Data = _NO_DATA,
 ) -> PrecisionUpdate:
     r"""A round of MacKay's cycle at the weights that a network has now, for a training loop of one's own.
 
@@ -106,15 +107,14 @@ def updated_precisions(
         parameters: which weights have the prior; all trainable ones by default.
         method: of the curvature, `"kfac"`, `"diagonal"`, or a `Factored` with settings of its own.
         seed: of random outputs and data that stand for all.
-        unpack: for batches that are no pairs, `batch -> (inputs, targets)`.
-        num_data: of an `IterableDataset`.
+        data: how the batches of the loader are unpacked, and the number of data of an `IterableDataset`.
 
     Raises:
         TypeError, ValueError: for settings that do not go together, and for data that do not fit the model.
     """
     settings = _settings_of(likelihood, prior, parameters, method, seed)
     network = _linearised(settings, model)
-    task = settings.method.prepare(prepare(settings, network, loader, unpack=unpack, num_data=num_data))
+    task = settings.method.prepare(prepare(settings, network, loader, data))
     return _update_at(task, network, settings)
 
 
@@ -153,8 +153,7 @@ def train_by_evidence(
     seed: int = 0,
     scheduler: LRScheduler | None = None,
     evidence_loader: Iterable[Any] | None = None,
-    unpack: Unpack | None = None,
-    num_data: int | None = None,
+    data: Data = _NO_DATA,
     progress: bool = True,
     callback: Callable[[int, PrecisionUpdate], object] | None = None,
 ) -> TrainedByEvidence:
@@ -196,8 +195,7 @@ def train_by_evidence(
         seed: of random outputs and data that stand for all in an update. The order of batches is that of the loader.
         scheduler: of the step size; `scheduler.step()` is called after each epoch.
         evidence_loader: the same data without random augmentation, where `loader` has some.
-        unpack: for batches that are no pairs, `batch -> (inputs, targets)`.
-        num_data: of an `IterableDataset`.
+        data: how the batches of the loader are unpacked, and the number of data of an `IterableDataset`.
         progress: show a progress bar.
         callback: called with the epoch and the `PrecisionUpdate` after each update.
 
@@ -229,14 +227,15 @@ def train_by_evidence(
     settings = _settings_of(likelihood, prior, parameters, method, seed)
     network = _linearised(settings, model)
     _check_optimiser(optimiser, network)
-    data = {"loader": loader if evidence_loader is None else evidence_loader, "unpack": unpack, "num_data": num_data}
+    data.check("train_by_evidence", "unpack", "num_data")
+    fixed_loader = loader if evidence_loader is None else evidence_loader
     # All that may be wrong is found before anything is trained.
-    task = settings.method.prepare(prepare(settings, network, **data))
+    task = settings.method.prepare(prepare(settings, network, fixed_loader, data))
     decay = _weight_decay_of(task.prior, task.model.likelihood, network, task.model.features.num_data)
     modes = [(part, part.training) for part in model.modules()]
     fixed = [part for part, is_training in modes if model.training and not is_training]
     history, at, best, kept = list[PrecisionUpdate](), list[int](), -torch.inf, None
-    best_epoch, unpacked = 0, unpacking(unpack)
+    best_epoch, unpacked = 0, unpacking(data.unpack)
     try:
         for epoch in progress_bar("training by the evidence" if progress else None, range(1, epochs + 1)):
             model.train()
@@ -250,7 +249,9 @@ def train_by_evidence(
             if epoch != epochs and (epoch < burn_in or (epoch - burn_in) % every):
                 continue
             network = network.renewed()
-            update = _update_at(settings.method.prepare(prepare(settings, network, **data)), network, settings)
+            update = _update_at(
+                settings.method.prepare(prepare(settings, network, fixed_loader, data)), network, settings
+            )
             settings, decay = replace(settings, prior=update.prior, likelihood=update.likelihood), update.weight_decay
             history.append(update)
             at.append(epoch)

@@ -15,7 +15,7 @@ from cases import make_case
 from pretended_device import pretended_device
 from torch import Tensor, nn
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import Evidence, LinearisedLaplace
 from laplace_sampling.gp.tangent_kernel import TangentGP
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
 
@@ -116,7 +116,7 @@ def test_a_classifier_of_transformers() -> None:
 
     def classifier(model: nn.Module) -> dict[str, Tensor]:
         la = LinearisedLaplace(model, "classification", method="kfac", num_samples=4)
-        la.fit_hyperparameters(batches, tolerance=0.2, max_steps=1, progress=False)
+        la.fit_hyperparameters(batches, tolerance=0.2, criterion=Evidence(max_steps=1), progress=False)
         return {"probs": la.predict({"input_ids": tokens[:5]}).probs}
 
     same_on_both(classifier, model)

@@ -9,7 +9,7 @@ from pretended_device import pretended_device
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import Evidence, LinearisedLaplace
 
 
 class Listed(nn.Module):
@@ -46,7 +46,10 @@ def test_numbers_are_those_of_the_cpu(kind: str, method: str) -> None:
     def numbers(network: nn.Module) -> list[Tensor]:
         la = LinearisedLaplace(network, likelihood, method=method, num_samples=2)
         la.fit_hyperparameters(
-            [(x[:20], y[:20])], [(x[20:], y[20:])], max_steps=2, progress=False, precision_bounds=(1.0, 10.0)
+            [(x[:20], y[:20])],
+            [(x[20:], y[20:])],
+            criterion=Evidence(max_steps=2, precision_bounds=(1.0, 10.0)),
+            progress=False,
         )
         pred = la.predict(x[20:])
         return [t.cpu() for t in (pred.outputs, pred.covariance(), pred.log_prob(y[20:]))]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
-from laplace_sampling import LinearisedLaplace, StopFit
+from laplace_sampling import Data, Evidence, LinearisedLaplace, StopFit
 from laplace_sampling.data.processes import ProcessError, Processes
 from laplace_sampling.data.training_data import TrainingData
 
@@ -148,7 +148,7 @@ def _of_stream(loader_only: bool) -> Tensor:
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     where = {} if loader_only else {"process_group": dist.group.WORLD}
     la = LinearisedLaplace(model, "classification", method="kfac", num_samples=4, **where)
-    return la.fit(DataLoader(Stream(), 5), num_data=23, progress=False).samples_
+    return la.fit(DataLoader(Stream(), 5), data=Data(num_data=23), progress=False).samples_
 
 
 def test_streams_are_shared_out() -> None:
@@ -312,9 +312,9 @@ def _other_calls() -> list[str]:
     dataset = numbered(12)
     loader = DataLoader(dataset, 4)
     others: list[dict[str, Any]] = [
-        {"max_steps": 3 + rank},
+        {"criterion": Evidence(max_steps=3 + rank)},
         {"val_loader": DataLoader(TensorDataset(dataset.tensors[0] + rank, dataset.tensors[1]), 4)},
-        {"weights": torch.ones(12) + rank},
+        {"data": Data(weights=torch.ones(12) + rank)},
     ]
     torch.manual_seed(0)
     la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", process_group=dist.group.WORLD)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from laplace_sampling import LinearisedLaplace, StopFit, from_loss
+from laplace_sampling import Evidence, LinearisedLaplace, StopFit, from_loss
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,7 +48,13 @@ def together() -> dict[str, Any]:
 
 def fit(la: LinearisedLaplace, data: Dataset | None = None, **arguments: Any) -> LinearisedLaplace:
     data = TensorDataset(*tensors()) if data is None else data
-    arguments = {"budget": None, "max_steps": 2, "num_samples": 4, "tolerance": 1e-8, "progress": False, **arguments}
+    arguments = {
+        "budget": None,
+        "criterion": Evidence(max_steps=2, num_samples=4),
+        "tolerance": 1e-8,
+        "progress": False,
+        **arguments,
+    }
     return la.fit_hyperparameters(DataLoader(data, batch_size=5), **arguments)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import SVRG, LinearisedLaplace, Stochastic
+from laplace_sampling import SVRG, Evidence, LinearisedLaplace, Stochastic
 from laplace_sampling.checkpoint import Results
 from laplace_sampling.data.processes import ProcessError
 
@@ -71,7 +71,9 @@ def fitted(name: str, checkpoint: Path | None = None, **where: Any) -> Numbers:
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     la = LinearisedLaplace(model, "classification", method=METHODS[name], num_samples=8, **where)
     loader = DataLoader(TensorDataset(x, y), batch_size=10)
-    la.fit_hyperparameters(loader, max_steps=3, num_samples=4, progress=False, checkpoint=checkpoint)
+    la.fit_hyperparameters(
+        loader, criterion=Evidence(max_steps=3, num_samples=4), progress=False, checkpoint=checkpoint
+    )
     return {
         "samples": la.samples_,
         "mode": la.mode_,

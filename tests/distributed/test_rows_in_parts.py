@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_processes import run_on_ranks
+from flat_settings import fit_arguments
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from laplace_sampling import Dual, Exact, Gaussian, Krylov, LinearisedLaplace, from_loss
+from laplace_sampling import Data, Dual, Exact, Gaussian, Krylov, LinearisedLaplace, from_loss
 from laplace_sampling.checkpoint import Checkpoint, Results
 from laplace_sampling.linear_model import tangent_model
 from laplace_sampling.methods import closed_form, problem
@@ -61,7 +62,7 @@ def results(
         options["process_group"] = dist.group.WORLD
     la = LinearisedLaplace(model, likelihood, num_samples=6, **options)
     loader = [(inputs(), y)] if isinstance(y, dict) else DataLoader(TensorDataset(inputs(), y), batch_size=3)
-    settings = {"budget": None, "max_steps": 2, "tolerance": 1e-11} | (fit or {})
+    settings = fit_arguments(**({"budget": None, "max_steps": 2, "tolerance": 1e-11} | (fit or {})))
     la.fit_hyperparameters(loader, progress=False, **settings)
     found = {"precision": la.prior_precision_, "samples": la.samples_, "mode": la.mode_}
     found["evidence"] = torch.tensor(float(la.log_marginal_likelihood()))
@@ -151,7 +152,7 @@ def _last_layer_of_stream() -> dict[str, Tensor]:
     warnings.simplefilter("ignore")
     where = {"process_group": dist.group.WORLD} if dist.is_initialized() else {}
     la = LinearisedLaplace(network(C), "classification", parameters="last_layer", num_samples=6, **where)
-    la.fit_hyperparameters(DataLoader(Stream(), 3), num_data=N, progress=False)
+    la.fit_hyperparameters(DataLoader(Stream(), 3), data=Data(num_data=N), progress=False)
     return {"samples": la.samples_, "precision": la.prior_precision_}
 
 

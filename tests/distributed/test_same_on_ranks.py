@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import SVRG, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling import SVRG, Evidence, Krylov, LinearisedLaplace, Stochastic
 
 # Of 37 data four ranks have 9, 9, 9 and 10.
 N, D = 37, 3
@@ -96,7 +96,7 @@ STARTS: list[tuple[int, list[Case], list[pytest.MarkDecorator]]] = [
 
 
 def of_case(method: str, likelihood: str, dtype: torch.dtype, **where: Any) -> dict[str, Tensor]:
-    fit = {"budget": None, "max_steps": 2}
+    fit = {"budget": None, "criterion": Evidence(max_steps=2)}
     if method == "krylov":
         # Vectors that are solved for together help each other: without them a sample is another one within a tolerance.
         fit["tolerance"] = 1e-11 if dtype == torch.float64 else 1e-6

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import SGD, LinearisedLaplace, Stochastic
+from laplace_sampling import SGD, Evidence, LinearisedLaplace, Stochastic
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,9 @@ def _fitted(case: str, shard: bool) -> dict[str, Tensor]:
         where = {"process_group": dist.group.WORLD}
     la = LinearisedLaplace(model, "regression", num_samples=4, **CASES[case], **where)
     # Of 23 data one process has 11, another one 12, in as many pieces.
-    la.fit_hyperparameters(DataLoader(TensorDataset(x, y), 5), progress=False, budget=None, max_steps=2)
+    la.fit_hyperparameters(
+        DataLoader(TensorDataset(x, y), 5), progress=False, budget=None, criterion=Evidence(max_steps=2)
+    )
     return {"alpha": la.prior_precision_, "samples": la.samples_, "stddev": la.predict(x[:3]).stddev}
 
 

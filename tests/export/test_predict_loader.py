@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import Categorical, LinearisedLaplace, NotFittedError
+from laplace_sampling import Categorical, Data, LinearisedLaplace, NotFittedError
 
 NAMES = ("probs", "stddev", "samples", "mutual_information")
 
@@ -33,7 +33,9 @@ def test_batches_of_all_forms() -> None:
         for name, value in found.items():
             assert value.device.type == "cpu"
             assert_close(value, getattr(pred, name))
-    unpacked = la.predict_loader([{"features": x}], "probs", progress=False, unpack=lambda b: (b["features"], None))
+    unpacked = la.predict_loader(
+        [{"features": x}], "probs", progress=False, data=Data(unpack=lambda b: (b["features"], None))
+    )
     assert_close(unpacked["probs"], pred.probs)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported import BATCH, TinyViT, assert_predicts, fitted
+from flat_settings import scaled
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.testing import assert_close
@@ -94,7 +95,7 @@ def test_every_quantity_in_float64(likelihood: str, settings: dict) -> None:
         x, y = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 1, dtype=torch.float64)
         method = settings.get("method", "auto" if settings else "krylov")
         la = LinearisedLaplace(model, likelihood, num_samples=5, method=method, **settings)
-        la.fit([(x, y)], scale=0.6, progress=False)
+        scaled(la.fit([(x, y)], progress=False), 0.6)
     else:
         la, x = fitted("mlp", likelihood, torch.float64, **settings)
     found = la.to_module(outputs=QUANTITIES[likelihood])(x)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flat_settings import fit_arguments
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -248,7 +249,7 @@ for _value in (1e38, math.nan):
 
 
 def fit_with(call: str, argument: str, value: Any) -> object:
-    return getattr(la_of(), call)([(X, REAL)], **{"progress": False, argument: value})
+    return getattr(la_of(), call)([(X, REAL)], **fit_arguments(**{"progress": False, argument: value}))
 
 
 WEIGHTS = ("x", torch.ones(3), -torch.ones(12), torch.full((12,), math.nan), 3.0)
@@ -266,7 +267,6 @@ for _argument, _values in {
     "num_samples": (*NOT_WHOLE, 0),
     "precision_bounds": ((2.0, 1.0), (-1.0, 1.0), 3.0, ("a", "b")),
     "callback": ("print", 3),
-    "scale": (*NOT_POSITIVE, math.inf, "x"),
 }.items():
     add_values("fit_hyperparameters", _argument, _values, partial(fit_with, "fit_hyperparameters", _argument))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat_settings import fit_arguments
 from torch import Tensor, nn
 
 import laplace_sampling.checkpoint as checkpoints
@@ -18,6 +19,8 @@ from laplace_sampling import (
     SVRG,
     CalibrationWarning,
     ConvergenceWarning,
+    Data,
+    Evidence,
     Gaussian,
     LinearisedLaplace,
     Stochastic,
@@ -76,7 +79,8 @@ def laplace(likelihood: Any = "classification", method: Any = "krylov", **settin
 def fitted(name: str, path: Path | None = None, **arguments: Any) -> LinearisedLaplace:
     likelihood, method, settings = FITS[name]
     la = laplace(likelihood, method, **settings)
-    arguments = {"max_steps": 3, "num_samples": 4, **arguments}
+    if likelihood == "regression" or "criterion" in arguments:
+        arguments = fit_arguments(**{"max_steps": 3, "num_samples": 4, **arguments})
     return la.fit_hyperparameters(data(likelihood=likelihood), progress=False, checkpoint=path, **arguments)
 
 
@@ -179,9 +183,9 @@ def test_fit_at_given_precisions(path: Path, kills: Any) -> None:
 def test_validation_data_and_warm_starts(path: Path, kills: Any) -> None:
     held_out = data(70)[-1:]
     expected = fitted("krylov", val_loader=held_out)
-    expected.fit_hyperparameters(data(), progress=False, warm_start=True, criterion="evidence", max_steps=3)
+    expected.fit_hyperparameters(data(), progress=False, warm_start=True, criterion=Evidence(max_steps=3))
     la = fitted("krylov", val_loader=held_out)
-    again = {"warm_start": True, "criterion": "evidence", "max_steps": 3, "checkpoint": path, "progress": False}
+    again = {"warm_start": True, "criterion": Evidence(max_steps=3), "checkpoint": path, "progress": False}
     kills(4)
     with pytest.raises(Killed):
         la.fit_hyperparameters(data(), **again)
@@ -238,7 +242,6 @@ OTHERWISE = {
     "`criterion`": {"arguments": {"criterion": "self_consistency"}},
     "`precision_bounds`": {"arguments": {"precision_bounds": (1e-3, 1e3)}},
     "`noise_bounds`": {"arguments": {"noise_bounds": (1e-3, 1e3)}},
-    "`scale`": {"arguments": {"scale": 1.0}},
     "`weights`": {"arguments": {"weights": torch.full((60,), 2.0)}},
     "`warm_start`": {"arguments": {"warm_start": True}},
 }
@@ -251,7 +254,7 @@ def test_a_file_of_another_fit_is_refused(what: str, path: Path, kills: Any) -> 
         laplace().fit_hyperparameters(data(), progress=False, checkpoint=path)
     kills(10**9)
     size, other = path.stat().st_size, dict(OTHERWISE[what])
-    loader, arguments = other.pop("data", data()), other.pop("arguments", {})
+    loader, arguments = other.pop("data", data()), fit_arguments(**other.pop("arguments", {}))
     if "model" in other:
         with torch.no_grad():
             other["model"][0].bias[0] += 1e-6
@@ -275,7 +278,7 @@ def test_other_calls_versions_and_noise_are_refused(path: Path, kills: Any, monk
     with pytest.raises(ValueError, match='"fit_hyperparameters"'):
         laplace("regression").fit_hyperparameters(loader, progress=False, checkpoint=path)
     with pytest.raises(ValueError, match="`noise_variances`"):
-        laplace("regression").fit(loader, progress=False, checkpoint=path, noise_variances=torch.ones(60))
+        laplace("regression").fit(loader, progress=False, checkpoint=path, data=Data(noise_variances=torch.ones(60)))
     with pytest.raises(ValueError, match="`likelihood`"):
         laplace(Gaussian(7.0), model=network(1)).fit(loader, progress=False, checkpoint=path)
     with monkeypatch.context() as patch:
@@ -429,7 +432,9 @@ def test_the_file_is_gone_where_a_warning_is_an_error(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         with pytest.raises(ConvergenceWarning, match="max_steps"):
-            la.fit_hyperparameters(data(likelihood="regression"), progress=False, max_steps=1, checkpoint=path)
+            la.fit_hyperparameters(
+                data(likelihood="regression"), progress=False, criterion=Evidence(max_steps=1), checkpoint=path
+            )
     assert not path.exists()
     assert len(la.samples_) == 4
 

@@ -8,7 +8,7 @@ from cases import Case, make_case
 from flat_settings import laplace_of
 from problems import trained
 
-from laplace_sampling import Gaussian, IsotropicPrior, LinearisedLaplace
+from laplace_sampling import Evidence, Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.methods.method import Fit
 
 METHODS = ["exact", "krylov", pytest.param("svrg", marks=pytest.mark.slow), "kfac", "diagonal"]
@@ -88,7 +88,7 @@ def test_both_spaces_of_the_exact_method_choose_the_same(monkeypatch) -> None:
 def test_several_precisions_take_the_evidence() -> None:
     case = make_case("classification")
     la = laplace_of(case.model, case.likelihood, prior="layerwise", method="exact", num_samples=8)
-    la.fit_hyperparameters(case.batches, max_steps=500, progress=False)
+    la.fit_hyperparameters(case.batches, criterion=Evidence(max_steps=500), progress=False)
     assert fit_of(la).tuned.criterion == "evidence"
 
 
@@ -146,7 +146,7 @@ def test_criteria_that_are_not_possible() -> None:
 def test_a_step_has_the_effective_dimension_of_its_own_precisions(kind: str, method: str) -> None:
     case = trained() if kind == "regression" else make_case("classification_many_data")
     la = LinearisedLaplace(case.model, kind, prior=IsotropicPrior(), method=method, num_samples=8)
-    la.fit_hyperparameters(case.batches, max_steps=30, progress=False, budget=None)
+    la.fit_hyperparameters(case.batches, criterion=Evidence(max_steps=30), progress=False, budget=None)
     for step in (la.history_[0], la.history_[-1]):
         likelihood = kind if step.noise_precision is None else Gaussian(step.noise_precision[0], learn=False)
         prior = IsotropicPrior(precision=step.prior_precision[0])

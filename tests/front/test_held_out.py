@@ -20,10 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from laplace_sampling import (
     CalibrationWarning,
     ConvergenceWarning,
+    Data,
+    Evidence,
     IsotropicPrior,
     LinearisedLaplace,
     NotFittedError,
-    criterion,
+    Validation,
     from_loss,
     held_out,
     on_training_data,
@@ -135,7 +137,7 @@ def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_p
             la = LinearisedLaplace.load(tmp_path / "la.pt", model)
         assert la.calibrate(loader) is la
         assert la.scale_ != known.scale_
-        la.calibrate([(*valid[0], 0)], unpack=lambda batch: batch[:2])
+        la.calibrate([(*valid[0], 0)], data=Data(unpack=lambda batch: batch[:2]))
         assert (la.scale_, la.temperature_) == pytest.approx((known.scale_, known.temperature_))
         assert_close(la.noise_precision_, known.noise_precision_)
         assert_close(la.predict(case.x).variance, known.predict(case.x).variance)
@@ -200,7 +202,7 @@ def test_held_out_data_in_half_precision_and_as_a_stream(monkeypatch: pytest.Mon
     stream = DataLoader(Stream(x, y), 20)
     # nothing is kept of the stream, so that it is read in its order: the first so many
     monkeypatch.setattr(held_out.TrainingData, "in_order", True)
-    assert la.calibrate(stream, num_data=60).scale_ == first
+    assert la.calibrate(stream, data=Data(num_data=60)).scale_ == first
     with pytest.raises(ValueError, match="num_data"):
         la.calibrate(stream)
 
@@ -217,7 +219,7 @@ def test_messages_of_calibrating() -> None:
     with pytest.raises(ValueError, match="targets"):
         la.calibrate([(case.x, case.y * math.nan)])
     assert_close(la.predict(case.x).variance, found, rtol=0, atol=0)
-    la.fit(case.batches, noise_variances=torch.ones(len(case.y)), progress=False)
+    la.fit(case.batches, data=Data(noise_variances=torch.ones(len(case.y))), progress=False)
     with pytest.raises(ValueError, match="noise_variances"):
         la.calibrate(case.batches)
     loaded = LinearisedLaplace(case.model, "regression")
@@ -234,12 +236,11 @@ def test_messages_of_calibrating() -> None:
 
 def test_messages() -> None:
     case = make_case("regression")
-    for scale in (0, -1.0, math.inf, "mode"):
-        with pytest.raises(ValueError, match="`scale`"):
-            LinearisedLaplace(case.model, "regression").fit_hyperparameters(case.batches, scale=scale)
     la = LinearisedLaplace(case.model, "regression")
     with pytest.raises(ValueError, match="noise_variances"):
-        la.fit_hyperparameters(case.batches, val_loader=case.batches, noise_variances=torch.ones(len(case.y)))
+        la.fit_hyperparameters(
+            case.batches, val_loader=case.batches, data=Data(noise_variances=torch.ones(len(case.y)))
+        )
     with pytest.raises(ValueError, match="targets"):
         la.fit_hyperparameters(case.batches, val_loader=[(case.x, case.y * math.nan)], progress=False)
     line, x = nn.Linear(1, 1).double(), torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
@@ -298,7 +299,7 @@ def test_a_noise_of_nothing_ends_at_its_bound() -> None:
     exact, bounds = [(x, model(x).detach())], (1e-3, 1e6)
     la = LinearisedLaplace(model, "regression", method="exact")
     with pytest.warns(ConvergenceWarning, match="noise_bounds"):
-        la.fit_hyperparameters(exact, exact, noise_bounds=bounds, progress=False)
+        la.fit_hyperparameters(exact, exact, criterion=Validation(noise_bounds=bounds), progress=False)
     assert float(la.noise_precision_) == pytest.approx(1e6)
 
 
@@ -345,26 +346,21 @@ def test_validation_data_scale_error_bars_with_any_likelihood() -> None:
     assert la.predict(x[100:]).log_prob(y[100:]).mean() > before
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 def test_a_posterior_that_forgets_its_data_says_so() -> None:
     model, train, _ = overfitted()
     la = LinearisedLaplace(model, "classification", prior="isotropic")
     with pytest.warns(CalibrationWarning, match=r"-1\.1\b"):
-        la.fit_hyperparameters([train], criterion="evidence", scale=1e4, progress=False)
-    line = nn.Linear(1, 1).double()
-    nn.init.ones_(line.weight)
-    nn.init.zeros_(line.bias)
-    x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
-    noisy = x + 0.1 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
-    la = LinearisedLaplace(line, "regression", prior="isotropic")
-    with pytest.warns(CalibrationWarning, match="inputs"):
-        la.fit_hyperparameters([(x, noisy)], scale=1e6, progress=False)
+        la.fit_hyperparameters([train], criterion=Evidence(precision_bounds=(1e-9, 1e-7)), progress=False)
     one = nn.Linear(2, 1).double()
-    nn.init.constant_(one.weight, 5.0)
+    nn.init.constant_(one.weight, 500.0)
     binary = LinearisedLaplace(one, "binary", prior="isotropic")
     points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = (points.sum(1, keepdim=True) > 0).double()
     with pytest.warns(CalibrationWarning, match="val_loader"):
-        binary.fit_hyperparameters([(points, labels)], criterion="evidence", scale=1e9, progress=False)
+        binary.fit_hyperparameters(
+            [(points, labels)], criterion=Evidence(precision_bounds=(1e-13, 1e-12)), progress=False
+        )
 
 
 def test_the_log_likelihood_without_inputs_is_that_of_frequencies() -> None:
@@ -383,8 +379,7 @@ def test_validation_data_that_are_looked_at_are_few_and_of_all_of_them(monkeypat
     monkeypatch.setattr(on_training_data, "_NUMBERS", 4 * 3 * 100)  # of 600 data every sixth
     settings = {"prior": "isotropic", "method": "exact", "num_samples": 4}
     few = laplace_of(model, "classification", **settings)
-    monkeypatch.setattr(criterion, "_MOST", 100)
-    for rule in ("evidence", "validation"):
+    for rule in ("evidence", Validation(most_data=100)):
         few = laplace_of(model, "classification", **settings)
         few.fit_hyperparameters([train], val_loader=[(x, y)], criterion=rule, progress=False)
         same = laplace_of(model, "classification", **settings)
@@ -430,7 +425,7 @@ def test_log_likelihoods_of_an_exact_regression_are_of_targets_left_out(unequal:
     case = trained()
     noise = torch.linspace(0.5, 2, len(case.y), dtype=torch.float64) if unequal else None
     la = laplace_of(case.model, "regression", method="exact", prior="isotropic", num_samples=4)
-    la.fit_hyperparameters(case.batches, noise_variances=noise, progress=False)
+    la.fit_hyperparameters(case.batches, data=Data(noise_variances=noise), progress=False)
     left_out, found = la.leave_one_out(), la.calibration_
     assert found.log_likelihood == pytest.approx(float(left_out.log_prob.sum()))
     variance = (1 if noise is None else noise[:, None]) / la.noise_precision_ * torch.ones_like(left_out.mean)
@@ -474,24 +469,6 @@ def test_several_noise_precisions_are_those_of_the_evidence_and_held_out_data_ca
     assert_close(la.predict(x_new).covariance(), before.predict(x_new).covariance())
     with pytest.raises(ValueError, match="noise precision"):
         rule.fit_hyperparameters(loader, val_loader, criterion="validation", progress=False)
-
-
-@pytest.mark.parametrize("method", ["exact", "krylov", "kfac"])
-def test_a_scale_that_is_given_goes_with_a_rule_for_the_prior_precision(method: str, tmp_path: Path) -> None:
-    """The rule chooses the prior precision as without it, and samples and mode do not change."""
-    case = make_case("classification_many_data")
-    la, plain = (laplace_of(case.model, "classification", method=method, num_samples=8) for _ in range(2))
-    plain.fit_hyperparameters(case.batches, criterion="self_consistency", progress=False)
-    la.fit_hyperparameters(case.batches, criterion="self_consistency", scale=4.0, progress=False)
-    assert la._fitted.fit.tuned.criterion == plain._fitted.fit.tuned.criterion == "self_consistency"
-    assert (la.scale_, la.temperature_, plain.scale_) == (4.0, 1.0, 1.0)
-    assert la.calibration_ == Calibration(scale=4.0)
-    assert_close(la.prior_precision_, plain.prior_precision_, rtol=0, atol=0)
-    assert_close(la.samples_, plain.samples_, rtol=0, atol=0)
-    assert_close(la.predict(case.x).deviations, 2 * plain.predict(case.x).deviations)
-    assert_close(la.predict(case.x).covariance(), 4 * plain.predict(case.x).covariance())
-    la.save(tmp_path / "la.pt")
-    assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).scale_ == 4.0
 
 
 def test_validation_data_choose_the_prior_precision_in_place_of_the_scale() -> None:

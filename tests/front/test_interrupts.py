@@ -14,7 +14,7 @@ from cases import make_case
 from flat_settings import QUICK, laplace_of, loader
 from snapshot import assert_unchanged, snapshot
 
-from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, Step
+from laplace_sampling import ConvergenceWarning, Evidence, LinearisedLaplace, NotFittedError, Step
 from laplace_sampling.linear_model import sampling
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.methods.method import Method
@@ -89,7 +89,9 @@ def test_interrupts_at_random_moments(name: str, method: str) -> None:
     steps: list[Step] = []
     calls = {
         "fit": lambda: la.fit(loader(case), progress=False),
-        "tune": lambda: la.fit_hyperparameters(loader(case), max_steps=2, callback=steps.append, progress=False),
+        "tune": lambda: la.fit_hyperparameters(
+            loader(case), criterion=Evidence(max_steps=2), callback=steps.append, progress=False
+        ),
         "predict": lambda: la.predict(case.x).stddev,
     }
     numbers = {}
@@ -139,7 +141,7 @@ def test_an_interrupted_first_fit_keeps_its_steps(method: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         recorded: list[Step] = []
-        la.fit_hyperparameters(loader(case), max_steps=2, progress=False, callback=recorded.append)
+        la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2), progress=False, callback=recorded.append)
     assert la.history_ == recorded  # callbacks see what is kept
     assert la._fitted.posterior.history == recorded
 

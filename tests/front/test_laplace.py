@@ -12,13 +12,7 @@ from problems import noisy, trained
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import (
-    SGD,
-    ConvergenceWarning,
-    Gaussian,
-    GPrior,
-    LinearisedLaplace,
-)
+from laplace_sampling import SGD, ConvergenceWarning, Evidence, Gaussian, GPrior, LinearisedLaplace
 from laplace_sampling.data.batches import read
 from laplace_sampling.solvers.operator import make_dense
 
@@ -98,7 +92,9 @@ def test_the_same_seed_gives_the_same_samples_whatever_the_batch_size(method: st
 
     def run(batch_size: int, seed: int = 0, **kwargs) -> LinearisedLaplace:
         la = laplace_of(case.model, "classification", seed=seed, **settings)
-        return la.fit_hyperparameters(loader(case, batch_size, **kwargs), max_steps=3, tolerance=1.0, progress=False)
+        return la.fit_hyperparameters(
+            loader(case, batch_size, **kwargs), criterion=Evidence(max_steps=3), tolerance=1.0, progress=False
+        )
 
     first = run(10)
     for other in (run(4), run(25), run(10, shuffle=True)):
@@ -165,7 +161,7 @@ def test_prior_noise_and_starting_values_are_used() -> None:
 def test_the_posterior_is_drawn_at_the_tuned_hyperparameters() -> None:
     case, num = noisy(60)[0], 2000
     la = laplace_of(case.model, "regression", num_samples=num, noise_precision=50.0, prior="isotropic")
-    la.fit_hyperparameters(loader(case), progress=False, max_steps=200)
+    la.fit_hyperparameters(loader(case), progress=False, criterion=Evidence(max_steps=200))
     alpha, b = float(la.prior_precision_), float(la.noise_precision_)
     assert alpha == la.history_[-1].new_prior_precision[0]
     assert la.history_[-1].noise_precision == [b]
@@ -189,7 +185,7 @@ def test_very_few_data_and_samples_do_not_blow_up(num_data: int, method: str) ->
         model, "regression", prior="layerwise", method=method, noise_precision=100.0, solver=solver, num_samples=4
     )
     data = [(case.x[:num_data], case.y[:num_data])]
-    la.fit_hyperparameters(data, num_samples=4, max_steps=4, progress=False)
+    la.fit_hyperparameters(data, criterion=Evidence(num_samples=4, max_steps=4), progress=False)
     assert all(0 < g <= la.network.num_parameters for step in la.history_ for g in step.effective_dimension)
     assert la.predict(case.x).stddev.isfinite().all()
     if num_data > 2 and method == "sgd":  # fewer are interpolated, without noise
@@ -200,10 +196,10 @@ def test_ending_at_a_bound_is_said() -> None:
     case = make_case("regression")
     la = laplace_of(case.model, "regression", prior_precision=700.0)
     with pytest.warns(ConvergenceWarning, match="precision_bounds") as record:
-        la.fit_hyperparameters(loader(case), precision_bounds=(500.0, 1000.0), progress=False)
+        la.fit_hyperparameters(loader(case), criterion=Evidence(precision_bounds=(500.0, 1000.0)), progress=False)
     assert record[0].filename == __file__
     with pytest.raises(ValueError, match="precision_bounds"):
-        la.fit_hyperparameters(loader(case), precision_bounds=(1.0, 0.1), progress=False)
+        la.fit_hyperparameters(loader(case), criterion=Evidence(precision_bounds=(1.0, 0.1)), progress=False)
 
 
 def test_samples_depend_on_the_seed_alone() -> None:
@@ -223,8 +219,8 @@ def test_progress_bars_and_callback(capfd: pytest.CaptureFixture, monkeypatch: p
     case, steps = make_case("classification_many_data"), []
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     la = laplace_of(case.model, "classification", method="sgd", solver=QUICK)
-    settings = {"criterion": "evidence", "tolerance": 10.0, "num_samples": 2}
-    la.fit_hyperparameters(loader(case), max_steps=2, callback=steps.append, **settings)
+    criterion = Evidence(max_steps=2, num_samples=2)
+    la.fit_hyperparameters(loader(case), criterion=criterion, callback=steps.append, tolerance=10.0)
     assert [s.step for s in steps] == [1]
     shown = capfd.readouterr().err
     for label in ("EM", "step 1: mode", "step 1: samples", "64 samples"):
@@ -240,7 +236,7 @@ def test_unfinished_em_and_unfinished_samples_warn() -> None:
     case = make_case("regression")
     with pytest.warns(ConvergenceWarning, match="max_steps"):
         LinearisedLaplace(case.model, "regression", prior="layerwise").fit_hyperparameters(
-            loader(case), max_steps=1, progress=False
+            loader(case), criterion=Evidence(max_steps=1), progress=False
         )
     solver = SGD(epochs=1, min_steps=1, tolerance=1e-9, finish_passes=0)
     with pytest.warns(ConvergenceWarning, match="Stochastic"):
@@ -319,7 +315,7 @@ def test_noise_explains_what_the_network_leaves(method: str) -> None:
         model.bias.zero_()
     settings = {"prior": "isotropic", "method": method}
     la = laplace_of(model, "regression", **settings)
-    la.fit_hyperparameters([(x, y)], max_steps=30, num_samples=64, progress=False)
+    la.fit_hyperparameters([(x, y)], criterion=Evidence(max_steps=30, num_samples=64), progress=False)
     left = (la.noise_precision_ * (y - model(x).detach()).square().sum()).item()
     # γ of EM's samples has a noise of its own.
     assert left == pytest.approx(80 - float(la.effective_dimension_.sum()), abs=1e-6 if method == "exact" else 2.0)

@@ -8,7 +8,7 @@ from flat_settings import fit_case, laplace_of
 from problems import SAMPLES, trained
 from torch.testing import assert_close
 
-from laplace_sampling import LeaveOneOut
+from laplace_sampling import Data, LeaveOneOut
 
 
 @pytest.mark.parametrize("name", ["regression", "regression_many_data", "regression_per_output"])
@@ -26,7 +26,7 @@ def test_leave_one_out_is_a_fit_without_the_datum(name: str, heteroscedastic: bo
     for i in (0, num - 1):
         rest = [j for j in range(num) if j != i]
         without = laplace_of(case.model, case.likelihood, method="exact", **settings)
-        without.fit([(case.x[rest], case.y[rest])], noise_variances=R[rest], progress=False)
+        without.fit([(case.x[rest], case.y[rest])], data=Data(noise_variances=R[rest]), progress=False)
         noise = (R[i] / torch.as_tensor(case.likelihood.noise_precision)).expand(J.shape[1])
         covariance = without.predict(case.x[i : i + 1]).covariance()[0] + torch.diag(noise)
         mean = J[i] @ without.mode_

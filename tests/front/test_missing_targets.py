@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling import (
-    Categorical,
-    Gaussian,
-    IsotropicPrior,
-    LinearisedLaplace,
-    MultiTask,
-    Poisson,
-)
+from laplace_sampling import Categorical, Data, Gaussian, IsotropicPrior, LinearisedLaplace, MultiTask, Poisson
 from laplace_sampling.predictions.prediction import RegressionPrediction
 
 KINDS = ["regression", "heteroscedastic", "binary", "poisson"]
@@ -213,9 +206,9 @@ def test_noise_variances_and_weights_go_with_missing_targets() -> None:
     y, R = with_some_missing(y), 0.5 + torch.rand(NUM, 3, dtype=torch.float64)
     datum, output = (~y.isnan()).nonzero().unbind(1)
     la = LinearisedLaplace(model, "regression", method="exact")
-    la.fit_hyperparameters([(x, y)], noise_variances=R, progress=False)
+    la.fit_hyperparameters([(x, y)], data=Data(noise_variances=R), progress=False)
     reference = LinearisedLaplace(OneOutput(model), "regression", method="exact")
-    reference.fit_hyperparameters([pairs(x, y)], noise_variances=R[datum, output], progress=False)
+    reference.fit_hyperparameters([pairs(x, y)], data=Data(noise_variances=R[datum, output]), progress=False)
     assert torch.allclose(la.noise_precision_, reference.noise_precision_, rtol=1e-6)
     assert math.isclose(float(la.log_marginal_likelihood()), float(reference.log_marginal_likelihood()), rel_tol=1e-8)
     assert math.isclose(la.score().value * la.score().num_data, reference.score().value * len(datum), rel_tol=1e-6)
@@ -225,8 +218,10 @@ def test_noise_variances_and_weights_go_with_missing_targets() -> None:
         model, x, y = trained(kind, 3)
         y, weights = with_some_missing(y), torch.arange(NUM) % 3 + 1.0
         la, reference = (LinearisedLaplace(m, kind, method="exact") for m in (model, OneOutput(model)))
-        la.fit_hyperparameters([(x, y)], weights=weights, criterion="evidence", progress=False)
-        reference.fit_hyperparameters([pairs(x, y)], weights=weights[datum], criterion="evidence", progress=False)
+        la.fit_hyperparameters([(x, y)], data=Data(weights=weights), criterion="evidence", progress=False)
+        reference.fit_hyperparameters(
+            [pairs(x, y)], data=Data(weights=weights[datum]), criterion="evidence", progress=False
+        )
         assert torch.allclose(la.prior_precision_, reference.prior_precision_, rtol=1e-5)
 
 

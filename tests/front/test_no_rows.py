@@ -7,10 +7,10 @@ import pytest
 import torch
 from cases import CASES, make_case
 from exported import BATCH, fitted
-from flat_settings import loader
+from flat_settings import loader, scaled
 from torch import Tensor
 
-from laplace_sampling import Gaussian, LinearisedLaplace, save_onnx
+from laplace_sampling import Data, Gaussian, LinearisedLaplace, save_onnx
 
 # Of these the first axis is that of the samples.
 SAMPLED = ("samples", "deviations")
@@ -92,10 +92,10 @@ def test_with_what_calibration_and_noise_add() -> None:
     none, some = [la.predict(x, observed=True, num_samples=3) for x in (case.x[:0], case.x)]
     assert_predicts_nothing(none, some, case.x)
     la = LinearisedLaplace(case.model, case.likelihood, method="krylov", num_samples=4)
-    la.fit(loader(case), progress=False, scale=2.0)
+    scaled(la.fit(loader(case), progress=False), 2.0)
     la.calibrate_conformal(loader(case))
     assert_predicts_nothing(la.predict(case.x[:0]), la.predict(case.x), case.y)
-    la.fit(loader(case), noise_variances=torch.ones(8), progress=False)
+    la.fit(loader(case), data=Data(noise_variances=torch.ones(8)), progress=False)
     none, some = [la.predict(x, noise_variances=torch.ones(len(x))) for x in (case.x[:0], case.x)]
     assert_predicts_nothing(none, some, case.y)
 

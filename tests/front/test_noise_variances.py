@@ -9,7 +9,7 @@ from problems import CLOSE, SAMPLES, trained
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import Gaussian
+from laplace_sampling import Data, Gaussian
 
 
 @pytest.mark.parametrize("method", ["exact", "dual", "krylov"])
@@ -56,13 +56,13 @@ def test_known_and_learnt_noise_variances() -> None:
     R = torch.linspace(0.02, 0.08, len(case.y)).double()
     settings = {"method": "exact", "prior": "isotropic", "num_samples": 4}
     known = laplace_of(case.model, Gaussian(1.0, learn=False), **settings)
-    known.fit_hyperparameters(case.batches, noise_variances=R, progress=False)
+    known.fit_hyperparameters(case.batches, data=Data(noise_variances=R), progress=False)
     assert known.noise_precision_ == 1.0
     seen: list = []
     learnt = laplace_of(case.model, "regression", **settings)
-    learnt.fit_hyperparameters(case.batches, noise_variances=10 * R, progress=False, callback=seen.append)
+    learnt.fit_hyperparameters(case.batches, data=Data(noise_variances=10 * R), progress=False, callback=seen.append)
     tenth = laplace_of(case.model, "regression", **settings)
-    tenth.fit_hyperparameters(case.batches, noise_variances=R, progress=False)
+    tenth.fit_hyperparameters(case.batches, data=Data(noise_variances=R), progress=False)
     # Units of the given variances are divided out by the common factor.
     assert_close(learnt.noise_precision_, 10 * tenth.noise_precision_, rtol=1e-6, atol=0)
     assert_close(float(learnt.log_marginal_likelihood()), float(tenth.log_marginal_likelihood()), **CLOSE)

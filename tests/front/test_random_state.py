@@ -18,7 +18,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from laplace_sampling import LinearisedLaplace, Stochastic
+from laplace_sampling import Data, Evidence, LinearisedLaplace, Stochastic
 
 DATA = torch.Generator().manual_seed(0)
 X = torch.randn(20, 2, generator=DATA)
@@ -111,8 +111,8 @@ def fit_and_predict(model: nn.Module, loader: DataLoader) -> None:
     la = LinearisedLaplace(model, "regression", num_samples=4)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The sampler of the loader gives")
-        la.fit_hyperparameters(loader, num_data=num_data, progress=False)
-        la.calibrate(loader, num_data=num_data)
+        la.fit_hyperparameters(loader, data=Data(num_data=num_data), progress=False)
+        la.calibrate(loader, data=Data(num_data=num_data))
     la.predict(X).log_prob(Y)
     la.sample(2)
 
@@ -143,7 +143,7 @@ def test_no_method_draws_from_the_users_generators(method) -> None:
     before = states()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whether it converges is no matter here
-        la.fit_hyperparameters(DataLoader(DATASET, 6, shuffle=True), progress=False, max_steps=2)
+        la.fit_hyperparameters(DataLoader(DATASET, 6, shuffle=True), progress=False, criterion=Evidence(max_steps=2))
     la.predict(X).samples  # noqa: B018
     assert states() == before
 

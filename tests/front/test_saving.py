@@ -15,6 +15,8 @@ from torch.testing import assert_close
 
 from laplace_sampling import (
     ConvergenceWarning,
+    Data,
+    Evidence,
     Gaussian,
     GPrior,
     IsotropicPrior,
@@ -32,7 +34,7 @@ def test_predictions_after_a_reload_are_the_same_bit_for_bit(case: Case, method:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        la.fit_hyperparameters(loader(case), max_steps=2, num_samples=2, progress=False)
+        la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2, num_samples=2), progress=False)
         mode = la.mode_  # found when it is asked for, and then in the file
     la.save(tmp_path / "la.pt")
     torch.load(tmp_path / "la.pt", weights_only=True)  # nothing that may run code
@@ -106,7 +108,7 @@ def test_a_loaded_object_fits_as_the_saved_one_would(tmp_path) -> None:
     la = laplace_of(case.model, "regression", noise_precision=0.1, solver=QUICK, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        la.fit_hyperparameters(loader(case), max_steps=2, progress=False)
+        la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2), progress=False)
         la.save(tmp_path / "la.pt")
         again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
         assert torch.equal(again.samples_, la.samples_)
@@ -160,12 +162,12 @@ def test_weights_of_data_leave_a_posterior_that_can_be_calibrated(method: str, t
     case = trained()
     weights = torch.linspace(0.5, 2, len(case.x)).double()
     la = LinearisedLaplace(case.model, "regression", method=method, num_samples=4)
-    la.fit_hyperparameters(case.batches, weights=weights, progress=False)
+    la.fit_hyperparameters(case.batches, data=Data(weights=weights), progress=False)
     la.save(tmp_path / "la.pt")
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     scales = [fitted.calibrate([(case.x + 0.1, case.y)]).scale_ for fitted in (la, again)]
     assert scales[0] == pytest.approx(scales[1])
-    la.fit_hyperparameters(case.batches, noise_variances=1 / weights, progress=False)
+    la.fit_hyperparameters(case.batches, data=Data(noise_variances=1 / weights), progress=False)
     with pytest.raises(ValueError, match="noise_variances"):
         la.calibrate([(case.x, case.y)])
 

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from laplace_sampling import (
     Categorical,
     ConvergenceWarning,
+    Data,
     Gaussian,
     IsotropicPrior,
     LinearisedLaplace,
@@ -155,7 +156,7 @@ def test_a_weight_counts_as_copies_and_noise_variances_have_their_units() -> Non
     settings = {"prior": IsotropicPrior(ALPHA), "method": "exact"}
     R = torch.linspace(0.5, 2, len(y)).double()
     la = LinearisedLaplace(network, Gaussian(NOISE, learn=False), **settings)
-    found = la.fit([(x, y)], noise_variances=R, progress=False).score("loo").log_probs
+    found = la.fit([(x, y)], data=Data(noise_variances=R), progress=False).score("loo").log_probs
     H = NOISE * (x.T / R) @ x + ALPHA * torch.eye(3).double()
     for i in (0, len(y) - 1):
         V = x[i] @ torch.linalg.solve(H - NOISE / R[i] * x[i].outer(x[i]), x[i])
@@ -166,7 +167,7 @@ def test_a_weight_counts_as_copies_and_noise_variances_have_their_units() -> Non
     weights = torch.ones(8)
     weights[3] = 3.0
     la = LinearisedLaplace(case.model, "classification", prior=IsotropicPrior(5.0), method="exact")
-    score = la.fit(case.batches, weights=weights, progress=False).score("loo")
+    score = la.fit(case.batches, data=Data(weights=weights), progress=False).score("loo")
     plain = score.log_probs * weights.mean() / weights
     assert score.value == pytest.approx(float((weights * plain).sum() / weights.sum()))
 
@@ -243,7 +244,7 @@ def test_the_score_by_evidence_has_the_units_of_the_targets() -> None:
     network, x, y = ridge()
     R = torch.linspace(0.2, 3.0, len(y)).double()
     la = LinearisedLaplace(network, Gaussian(NOISE, learn=False), prior=IsotropicPrior(ALPHA), method="exact")
-    score = la.fit([(x, y)], noise_variances=R, progress=False).score()
+    score = la.fit([(x, y)], data=Data(noise_variances=R), progress=False).score()
     w, b = network.weight.detach(), NOISE / R
     noise = torch.distributions.Normal((x @ w.T)[:, 0], b.rsqrt()).log_prob(y[:, 0]).sum()
     M = x.T @ (b[:, None] * x)
@@ -388,7 +389,7 @@ def test_scores_of_other_targets_are_not_compared(kind: str) -> None:
         return la.fit([(x, y)], progress=False, **settings)
 
     first, order = fitted(x, y), torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    again = fitted(x, y, noise_variances=torch.linspace(0.5, 2, len(y)).double())
+    again = fitted(x, y, data=Data(noise_variances=torch.linspace(0.5, 2, len(y)).double()))
     assert set(compare({"a": first, "b": again}, kind).names) == {"a", "b"}
     assert set(compare({"a": first, "b": fitted(x.float().double(), y.float().double())}, kind).names) == {"a", "b"}
     with pytest.raises(ValueError, match="'c'"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling import Bernoulli, Categorical, IsotropicPrior, LinearisedLaplace, MultiTask
+from laplace_sampling import Bernoulli, Categorical, Data, IsotropicPrior, LinearisedLaplace, MultiTask
 from laplace_sampling.predictions.prediction import ClassificationPrediction
 
 NUM = 60
@@ -46,9 +46,9 @@ def test_a_soft_label_counts_as_weighted_labels(kind: str, method: str) -> None:
     settings |= {"parameters": "last_layer"} if method == "last_layer" else {}
     xs, labels, weights = as_hard_labels(x, y)
     soft, hard = LinearisedLaplace(model, kind, **settings), LinearisedLaplace(model, kind, **settings)
-    options = {"criterion": "evidence", "scale": 1.0, "progress": False, "budget": None}
+    options = {"criterion": "evidence", "progress": False, "budget": None}
     soft.fit_hyperparameters([(x, y)], **options)
-    hard.fit_hyperparameters([(xs, labels)], weights=weights, **options)
+    hard.fit_hyperparameters([(xs, labels)], data=Data(weights=weights), **options)
     # Random probes belong to data, of which there are others; factors are of the same sums.
     tolerance = 0.1 if method == "krylov" else 1e-5
     assert torch.allclose(soft.prior_precision_, hard.prior_precision_, rtol=tolerance)

@@ -9,9 +9,7 @@ from flat_settings import QUICK, fitted, laplace_of, loader
 from snapshot import assert_unchanged, snapshot
 from torch.testing import assert_close
 
-from laplace_sampling import (
-    ConvergenceWarning,
-)
+from laplace_sampling import ConvergenceWarning, Evidence
 
 # With buffers, with kernels that depend on the mode, with several outputs, and with weights that are frozen.
 OFTEN = ("classification", "conv_batch_norm", "attention", "multi_task", "frozen_body")
@@ -26,7 +24,7 @@ def test_network_is_unchanged_by_everything(name: str) -> None:
     la = laplace_of(case.model, case.likelihood, method="sgd", solver=QUICK, num_samples=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        la.fit_hyperparameters(loader(case), max_steps=2, num_samples=2, progress=False)
+        la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2, num_samples=2), progress=False)
     la.predict(case.x)
     la.sample(2)
     la.state_dict()
@@ -79,7 +77,7 @@ def test_predictions_during_a_second_fit_are_those_of_the_first() -> None:
     def callback(_: object) -> None:
         found.append(la.predict(case.x).samples)
 
-    la.fit_hyperparameters(loader(case), max_steps=2, callback=callback, progress=False)
+    la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2), callback=callback, progress=False)
     assert all(torch.equal(samples, expected) for samples in found)
     assert found
     assert not torch.equal(la.predict(case.x).samples, expected)

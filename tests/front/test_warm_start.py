@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flat_settings import fit_arguments
 from torch import Tensor, nn
 
 from laplace_sampling import SGD, SVRG, GPrior, Krylov, LinearisedLaplace, Stochastic
@@ -130,7 +131,7 @@ def test_the_samples_are_those_of_a_cold_fit(method: str, prior: str) -> None:
 def test_the_precision_is_that_of_a_cold_fit(method: str, criterion: str) -> None:
     problem = problem_of(method)
     held_out = problem.batches[-1:] if criterion == "validation" else None
-    options = {"criterion": criterion, "progress": False, "max_steps": 30}
+    options = fit_arguments(criterion, progress=False, max_steps=30)
 
     def tuned(la: LinearisedLaplace, warm: bool) -> LinearisedLaplace:
         return la.fit_hyperparameters(problem.batches, held_out, warm_start=warm, **options)
@@ -189,7 +190,7 @@ def test_after_one_more_epoch_it_costs_at_most_half(kind: str, method: str, crit
 def test_a_start_that_is_far_off_is_left(method: str, criterion: str, off: float) -> None:
     problem = Problem("regression", 300) if method == "dual" else labelled()
     held_out = problem.batches[-1:] if criterion == "validation" else None
-    options = {"criterion": criterion, "progress": False, "max_steps": 30}
+    options = fit_arguments(criterion, progress=False, max_steps=30)
     la = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
     posterior = la._fitted.posterior
     wrong = posterior.prior.with_precision(off * posterior.prior.precision)

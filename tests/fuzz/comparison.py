@@ -25,7 +25,7 @@ from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 
 import laplace_sampling
-from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError
+from laplace_sampling import ConvergenceWarning, Evidence, LinearisedLaplace, NotFittedError
 
 __all__ = ["check"]
 
@@ -98,7 +98,7 @@ def _fit_defects(case: Problem) -> list[Defect]:
     """Those of a fit at given hyperparameters."""
     alpha = 10.0**case.example.log_precision
     la = case.laplace()
-    defects = _call("fit", lambda: la.fit(case.batches, progress=False, **case.given))
+    defects = _call("fit", lambda: la.fit(case.batches, progress=False, data=case.given))
     posterior, known, dense = None, False, with_factored_scale(case, la)
     if la.converged_:
         posterior, _, known = dense.posterior(alpha)
@@ -125,7 +125,7 @@ def _paired_defects(case: Problem, la: LinearisedLaplace, posterior: Whitened) -
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exact = case.laplace("exact").fit(case.batches, progress=False, **case.given)
+        exact = case.laplace("exact").fit(case.batches, progress=False, data=case.given)
     squares, expected = (_training_squares(each, posterior, case.dense) for each in (la, exact))
     ratio = math.sqrt(squares / expected)
     by_chance = errors[case.example.method] / math.sqrt(case.example.num_samples * posterior.gamma)
@@ -139,7 +139,7 @@ def _tuning_defects(case: Problem) -> list[Defect]:
     la = case.laplace()
     # Steps of mini-batches take seconds each.
     steps = 2 if case.example.method in ("sgd", "svrg") else 10
-    arguments = {"criterion": "evidence", "progress": False, "scale": 1.0, "max_steps": steps, **case.given}
+    arguments = {"criterion": Evidence(max_steps=steps), "progress": False, "data": case.given}
     defects = _call("tuning", lambda: la.fit_hyperparameters(case.batches, **arguments))
     problems = tuning_defects(case, la)
     dense, alpha = dense_at(case, la), float(la.prior_precision_[0]) if len(la.prior_precision_) == 1 else 1.0

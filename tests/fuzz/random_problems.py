@@ -18,6 +18,7 @@ from laplace_sampling import (
     SVRG,
     Bernoulli,
     Categorical,
+    Data,
     Dual,
     Gaussian,
     GPrior,
@@ -282,9 +283,9 @@ def _problem(example: Example) -> Problem:
 
     likelihood, noise = _likelihood(example, width)
     multiplicity = (1 + torch.arange(N) % 3).double() if example.weighted else torch.ones(N, dtype=torch.float64)
-    given = {} if not example.weighted else {"weights": multiplicity}
+    given = Data() if not example.weighted else Data(weights=multiplicity)
     if example.weighted and kind == "regression" and example.seed % 2:
-        given = {"noise_variances": 1 / multiplicity}
+        given = Data(noise_variances=1 / multiplicity)
 
     precise, exact_x = copy.deepcopy(model).double(), _as(x, torch.float64)
     parameters: dict[str, Tensor] = dict(precise.named_parameters())

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import ConvergenceWarning, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Evidence, LinearisedLaplace
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.em import fit_em
@@ -289,7 +289,7 @@ def test_each_output_keeps_to_the_bounds_of_the_noise() -> None:
     network, x, y = few_data(12, 2, 3)
     la = LinearisedLaplace(network, Gaussian(torch.ones(2)), method="exact", prior="isotropic")
     with pytest.warns(ConvergenceWarning, match="noise_bounds"):
-        la.fit_hyperparameters([(x, y)], noise_bounds=(0.5, 1.5), progress=False)
+        la.fit_hyperparameters([(x, y)], criterion=Evidence(noise_bounds=(0.5, 1.5)), progress=False)
     assert la.noise_precision_ is not None
     assert float(la.noise_precision_.min()) >= 0.5 - 1e-9
     assert float(la.noise_precision_.max()) == pytest.approx(1.5)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace_sampling import Gaussian, Krylov, LinearisedLaplace, NotFittedError, Step, StopFit
+from laplace_sampling import Evidence, Gaussian, Krylov, LinearisedLaplace, NotFittedError, Step, StopFit
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
 
 
@@ -158,12 +158,12 @@ def test_the_last_epoch_has_a_fit_and_others_that_are_left_out_are_logged(caplog
 
 def test_what_is_logged_is_what_the_fit_says() -> None:
     training = Training("regression", 2).run(5)
-    options: dict[str, Any] = {"prior": "layerwise", "method": "exact", "num_samples": 32, "seed": 2, "max_steps": 50}
-    fits = PeriodicFits(Gaussian(torch.ones(2)), budget=None, **options)
+    options: dict[str, Any] = {"prior": "layerwise", "method": "exact", "num_samples": 32, "seed": 2}
+    criterion = Evidence(max_steps=50)
+    fits = PeriodicFits(Gaussian(torch.ones(2)), budget=None, criterion=criterion, **options)
     found = fits.fit(training.model, training.loader, epoch=5)
-    steps = options.pop("max_steps")
     la = LinearisedLaplace(training.model, Gaussian(torch.ones(2)), **options)
-    la.fit_hyperparameters(training.loader, budget=None, max_steps=steps, progress=False)
+    la.fit_hyperparameters(training.loader, budget=None, criterion=criterion, progress=False)
     names = [f"prior_precision/{name}" for name in ("0", "1", "4")]
     assert [found[name] for name in names] == pytest.approx(la.prior_precision_.tolist())
     assert [found[f"noise_precision/{i}"] for i in range(2)] == pytest.approx(la.noise_precision_.tolist())

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from torch.utils.data import IterableDataset, Subset
 from trained import assert_same_bits, bits_of_training
 
-from laplace_sampling import Categorical, LinearisedLaplace
+from laplace_sampling import Categorical, Data, LinearisedLaplace
 
 REASON = "the extras `transformers` and `accelerate` are not installed"
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -322,7 +322,7 @@ def test_models_of_transformers_train_as_without_fits(tmp_path: Path, language_m
         every_n_epochs=1,
         parameters="*c_proj*" if language_model else "classifier*",
         method="krylov",
-        **({"unpack": next_token} if language_model else {}),
+        **({"data": Data(unpack=next_token)} if language_model else {}),
     )
     for callbacks in ([], [fits]):
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laplace_sampling import SGD, LinearisedLaplace
+from laplace_sampling import SGD, Evidence, LinearisedLaplace
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.tangent_model import tangent_model_of
 from laplace_sampling.networks.linearisation import Linearisation
@@ -143,7 +143,7 @@ def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: boo
             max_memory=4 * size * vectors,
             solver=solver if method == "sgd" else None,
         )
-        fit = partial(la.fit_hyperparameters, max_steps=2) if hyperparameters else la.fit
+        fit = partial(la.fit_hyperparameters, criterion=Evidence(max_steps=2)) if hyperparameters else la.fit
         with warnings.catch_warnings(), PeakMemory() as memory:
             warnings.simplefilter("ignore")
             fit([(x, y)], progress=False)

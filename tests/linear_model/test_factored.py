@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import Categorical, Gaussian, LinearisedLaplace
+from laplace_sampling import Categorical, Data, Gaussian, LinearisedLaplace
 from laplace_sampling.linear_model import kfac
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.factored import KroneckerFit, factored_curvature
@@ -302,7 +302,7 @@ def test_data_count_as_often_as_their_weights_say() -> None:
     y[0, 2] = y[3, 0] = -100
     method = FactoredMethod(kind="kfac", outputs=64)
     la = LinearisedLaplace(model, Categorical(class_dim=-1), method=method, prior="isotropic")
-    la.fit(DataLoader(TensorDataset(x, y), 2), weights=w, progress=False)
+    la.fit(DataLoader(TensorDataset(x, y), 2), data=Data(weights=w), progress=False)
     found = la._fitted.fit.curvature
     assert isinstance(found, Kronecker)
     p, J = model(x).softmax(-1).detach(), reference.jacobian(model, x).unflatten(1, (3, 3))

@@ -87,10 +87,3 @@ def test_samples_are_those_of_a_fit_at_these_precisions() -> None:
 def test_the_evidence_with_a_mode_is_still_there() -> None:
     la = fitted(criterion="evidence")
     assert la.history_[-1].mode_norm is not None
-
-
-@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-def test_bounds_are_kept() -> None:
-    assert float(fitted(precision_bounds=(50.0, 60.0)).prior_precision_) == pytest.approx(50.0)
-    assert float(fitted(noise_bounds=(0.5, 2.0)).noise_precision_) == 2.0
-    assert not fitted(noise_bounds=(0.5, 2.0)).converged_

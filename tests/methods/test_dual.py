@@ -10,7 +10,7 @@ from problems import trained
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import ConvergenceWarning, Dual, Gaussian, LayerwisePrior, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Dual, Evidence, Gaussian, LayerwisePrior, LinearisedLaplace
 from laplace_sampling.methods.method import balances
 
 # Seed, data, inputs, units and steps of training of problems where EM went to its upper bound, or oscillated.
@@ -54,7 +54,7 @@ def test_em_that_ends_where_samples_contradict_it_has_not_converged(monkeypatch:
     monkeypatch.setattr("laplace_sampling.methods.solves._GRAM_ROWS", 0)
     case = trained()
     la = laplace_of(case.model, "regression", method="dual", num_samples=64)
-    la.fit_hyperparameters(case.batches, max_steps=50, progress=False)
+    la.fit_hyperparameters(case.batches, criterion=Evidence(max_steps=50), progress=False)
     fit = la._fitted.fit
     task = fit.task
     assert all(check.holds for check in balances(fit.method.fit(task, fit.tuned, 0.015)))
@@ -72,7 +72,7 @@ def test_em_in_the_dual_comes_close_to_the_optimum(monkeypatch: pytest.MonkeyPat
     exact = laplace_of(case.model, "regression", method="exact", **settings)
     exact.fit_hyperparameters(case.batches, progress=False)
     dual = laplace_of(case.model, "regression", method="dual", **settings)
-    dual.fit_hyperparameters(case.batches, progress=False, max_steps=5, num_samples=64)
+    dual.fit_hyperparameters(case.batches, progress=False, criterion=Evidence(max_steps=5, num_samples=64))
     assert dual.converged_
     # γ from 64 samples has a relative standard error of at most √(2/64γ)
     gamma = float(exact.effective_dimension_)
@@ -86,7 +86,7 @@ def test_em_in_the_dual_comes_close_to_the_optimum(monkeypatch: pytest.MonkeyPat
     assert dual.history_[0].prior_precision[0] == pytest.approx(float(exact.prior_precision_), rel=1e-3)
     assert dual.history_[0].noise_precision[0] == pytest.approx(float(exact.noise_precision_), rel=1e-3)
     fixed = LinearisedLaplace(case.model, Gaussian(10.0, learn=False), method="dual", prior="isotropic", num_samples=4)
-    fixed.fit_hyperparameters(case.batches, progress=False, max_steps=20)
+    fixed.fit_hyperparameters(case.batches, progress=False, criterion=Evidence(max_steps=20))
     assert fixed.noise_precision_ == 10.0
 
 
@@ -96,7 +96,7 @@ def test_a_poor_preconditioner_of_the_dual_costs_no_accuracy(monkeypatch: pytest
     settings = {"method": "dual", "prior": "isotropic", "num_samples": 4}
     poor, whole = (
         laplace_of(case.model, "regression", solver={"rank": rank}, **settings).fit_hyperparameters(
-            case.batches, progress=False, max_steps=5
+            case.batches, progress=False, criterion=Evidence(max_steps=5)
         )
         for rank in (4, 24)
     )
@@ -140,7 +140,11 @@ def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> No
     solver = {"rank": 0, "max_iterations": 1}
     la = laplace_of(case.model, case.likelihood, method="dual", solver=solver, prior_precision=1e-3)
     with pytest.warns(ConvergenceWarning, match="tolerance") as record:
-        getattr(la, call)(case.batches, progress=False, **({"max_steps": 2} if call == "fit_hyperparameters" else {}))
+        getattr(la, call)(
+            case.batches,
+            progress=False,
+            **({"criterion": Evidence(max_steps=2)} if call == "fit_hyperparameters" else {}),
+        )
     (warning,) = (found for found in record if issubclass(found.category, ConvergenceWarning))
     assert warning.filename == __file__
     assert "`Dual(rank=..., max_iterations=...)`" in str(warning.message)

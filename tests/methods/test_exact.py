@@ -14,7 +14,7 @@ from problems import CLOSE, SAMPLES, trained
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import ConvergenceWarning, Gaussian, IsotropicPrior, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Evidence, Gaussian, IsotropicPrior, LinearisedLaplace
 
 REGRESSIONS = ["regression", "regression_per_output", "regression_flat", "image_regression"]
 
@@ -232,15 +232,15 @@ def test_bounds_are_kept_in_observation_space() -> None:
     case = trained()
     la = LinearisedLaplace(case.model, "regression", method="exact", prior="isotropic", num_samples=4)
     with pytest.warns(ConvergenceWarning, match="noise_bounds") as record:
-        la.fit_hyperparameters(case.batches, noise_bounds=(0.1, 2.0), progress=False)
+        la.fit_hyperparameters(case.batches, criterion=Evidence(noise_bounds=(0.1, 2.0)), progress=False)
     assert len([warning for warning in record if warning.category is ConvergenceWarning]) == 1
     assert float(la.noise_precision_) == 2.0
     assert "for noise." in la.diagnose()["precisions at a bound"].sentence
     run = partial(la.fit_hyperparameters, case.batches, progress=False)
     with pytest.raises(ValueError, match="noise_bounds"):
-        run(noise_bounds=(2.0, 1.0))
+        run(criterion=Evidence(noise_bounds=(2.0, 1.0)))
     with pytest.warns(ConvergenceWarning, match="precision_bounds"):
-        run(precision_bounds=(500.0, 1000.0))
+        run(criterion=Evidence(precision_bounds=(500.0, 1000.0)))
     assert float(la.prior_precision_) in (500.0, 1000.0)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_flatten
 
-from laplace_sampling import ConvergenceWarning, Likelihood, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Evidence, Likelihood, LinearisedLaplace
 from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -27,8 +27,7 @@ NAMES = ["classification", "conv_batch_norm", "layer_norm", "attention", "binary
 def tune(case: Case, **settings) -> LinearisedLaplace:
     tolerance = settings.pop("tolerance", 1e-9)
     la = laplace_of(case.model, case.likelihood, **{"method": "exact", "num_samples": 4, **settings})
-    settings = {"criterion": "evidence", "tolerance": tolerance, "max_steps": 200}
-    return la.fit_hyperparameters(case.batches, progress=False, **settings)
+    return la.fit_hyperparameters(case.batches, progress=False, criterion=Evidence(max_steps=200), tolerance=tolerance)
 
 
 def learnable(name: str) -> Case:
@@ -192,13 +191,15 @@ def test_bounds_are_kept_and_told() -> None:
     seen: list = []
     la = LinearisedLaplace(case.model, "classification", method="exact", num_samples=4)
     with pytest.warns(ConvergenceWarning, match="precision_bounds") as record:
-        la.fit_hyperparameters(case.batches, precision_bounds=(500.0, 1000.0), progress=False, callback=seen.append)
+        la.fit_hyperparameters(
+            case.batches, criterion=Evidence(precision_bounds=(500.0, 1000.0)), progress=False, callback=seen.append
+        )
     assert len(record) == 1
     assert float(la.prior_precision_) in (500.0, 1000.0)
     assert "for all." in la.diagnose()["precisions at a bound"].sentence
     assert seen == la.history_
     with pytest.raises(ValueError, match="precision_bounds"):
-        la.fit_hyperparameters(case.batches, precision_bounds=(2.0, 1.0), progress=False)
+        la.fit_hyperparameters(case.batches, criterion=Evidence(precision_bounds=(2.0, 1.0)), progress=False)
 
 
 def test_a_mode_that_does_not_converge_is_told(monkeypatch) -> None:

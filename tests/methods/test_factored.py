@@ -9,7 +9,7 @@ from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import Data, Evidence, LinearisedLaplace
 from laplace_sampling.linear_model.factored import factored_curvature
 from laplace_sampling.solvers.preconditioners import Factored
 
@@ -83,7 +83,7 @@ def test_mackay(method: str) -> None:
         ((model(x) - y) ** 2).mean().backward()
         optimiser.step()
     la = laplace_of(model, "regression", method=method, linear_model="homogeneous")
-    la.fit_hyperparameters([(x, y)], criterion="evidence", progress=False, max_steps=40, tolerance=1e-4)
+    la.fit_hyperparameters([(x, y)], criterion=Evidence(max_steps=40), progress=False, tolerance=1e-4)
     assert la.converged_
     gamma, prior = float(la.effective_dimension_), la._fitted.posterior.prior
     norm = float((la.mode_.double() ** 2 / prior.scale.double() ** 2).sum())
@@ -103,7 +103,7 @@ def test_mackay(method: str) -> None:
 def test_every_case_is_fitted_saved_and_loaded(case: Case, method: str, tmp_path) -> None:
     batches = case.batches
     la = laplace_of(case.model, case.given[0], method=method, num_samples=4)
-    la.fit_hyperparameters(batches, progress=False, max_steps=1)
+    la.fit_hyperparameters(batches, progress=False, criterion=Evidence(max_steps=1))
     pred = la.predict(case.x[:2])
     assert (pred.variance > 0).any()
     la.save(tmp_path / "posterior.pt")
@@ -140,9 +140,9 @@ def test_what_has_no_factors_is_refused() -> None:
         LinearisedLaplace(case.model, "regression", method="kfac", parameters=masks).fit(loader(case), progress=False)
     la = LinearisedLaplace(case.model, "regression", method="kfac")
     with pytest.raises(ValueError, match="masks"):
-        la.fit(loader(case), noise_variances=torch.ones(7), progress=False)
+        la.fit(loader(case), data=Data(noise_variances=torch.ones(7)), progress=False)
     la = LinearisedLaplace(case.model, "regression", method="diagonal", parameters=masks)
-    la.fit(loader(case), noise_variances=torch.ones(7), progress=False)
+    la.fit(loader(case), data=Data(noise_variances=torch.ones(7)), progress=False)
     with pytest.raises(ValueError, match="covariances"):
         la.leave_one_out()
 

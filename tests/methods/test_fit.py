@@ -11,7 +11,7 @@ from flat_settings import in_observation_space, laplace_of
 from problems import linear_problem, trained
 from torch import Tensor, nn
 
-from laplace_sampling import SGD, ConvergenceWarning, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling import SGD, ConvergenceWarning, Evidence, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.closed_form import ObservationSpaceFit
 from laplace_sampling.methods.method import Fit
@@ -24,13 +24,13 @@ def test_the_noise_is_kept_within_its_bounds(method: str) -> None:
     model, data = linear_problem()
     la = laplace_of(model, "regression", method=method, prior="isotropic", num_samples=2)
     with pytest.warns(ConvergenceWarning, match="noise_bounds") as record:
-        la.fit_hyperparameters(data, noise_bounds=(0.1, 2.0), max_steps=200, progress=False)
+        la.fit_hyperparameters(data, criterion=Evidence(noise_bounds=(0.1, 2.0), max_steps=200), progress=False)
     assert len(record) == 1
     assert float(la.noise_precision_) == 2.0
     assert "for noise." in la.diagnose()["precisions at a bound"].sentence
     with pytest.raises(ValueError, match="noise_bounds"):
         LinearisedLaplace(model, "regression", method="exact").fit_hyperparameters(
-            data, noise_bounds=(2.0, 1.0), progress=False
+            data, criterion=Evidence(noise_bounds=(2.0, 1.0)), progress=False
         )
 
 
@@ -60,10 +60,7 @@ def test_an_alpha_at_its_bound_has_not_converged(name: str, method: str) -> None
     with pytest.warns(ConvergenceWarning, match="upper") as record:
         la.fit_hyperparameters(
             data,
-            criterion="evidence",
-            precision_bounds=(1e-8, highest),
-            num_samples=4,
-            max_steps=30,
+            criterion=Evidence(precision_bounds=(1e-8, highest), num_samples=4, max_steps=30),
             progress=False,
         )
     assert len(record) == 1
@@ -134,7 +131,7 @@ def test_convergence_survives_a_reload(tmp_path) -> None:
     case = make_case("regression")
     la = LinearisedLaplace(case.model, "regression", prior="layerwise")
     with pytest.warns(ConvergenceWarning, match="max_steps"):
-        la.fit_hyperparameters(case.batches, max_steps=1, progress=False)
+        la.fit_hyperparameters(case.batches, criterion=Evidence(max_steps=1), progress=False)
     la.save(tmp_path / "la.pt")
     assert la.converged_ is False
     assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).converged_ is False
@@ -145,7 +142,7 @@ def test_convergence_survives_a_reload(tmp_path) -> None:
 def test_fits_with_learnt_noise_are_diagnosed(method: str, num_data: int) -> None:
     case = trained(num_data)
     la = laplace_of(case.model, "regression", method=method, prior="isotropic", noise_precision=20.0)
-    la.fit_hyperparameters(case.batches, progress=False, max_steps=100)
+    la.fit_hyperparameters(case.batches, progress=False, criterion=Evidence(max_steps=100))
     diagnosis = la.diagnose()
     assert diagnosis.method == method
     assert not [p.name for p in diagnosis.problems if p.serious]

@@ -142,7 +142,7 @@ def test_evidence_chooses_what_exact_algebra_chooses() -> None:
     model, x, y = counted()
     found = [
         LinearisedLaplace(model, "classification", parameters="last_layer", method=method)
-        .fit_hyperparameters([(x, y)], progress=False, criterion="evidence", scale=1.0)
+        .fit_hyperparameters([(x, y)], progress=False, criterion="evidence")
         .prior_precision_
         for method in ("last_layer", "exact")
     ]

@@ -13,8 +13,8 @@ from problems import linear_problem, trained
 from torch import nn
 from torch.testing import assert_close
 
-from laplace_sampling import ConvergenceWarning, Gaussian, IsotropicPrior, Krylov, LinearisedLaplace
-from laplace_sampling.methods import method, solves
+from laplace_sampling import ConvergenceWarning, Evidence, Gaussian, IsotropicPrior, Krylov, LinearisedLaplace
+from laplace_sampling.methods import solves
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Nystrom
 
@@ -54,10 +54,10 @@ def test_a_full_basis_falls_back_to_em(monkeypatch) -> None:
         monkeypatch.setattr(module, "basis_that_fits", lambda *_: 12)
     known, settings = Gaussian(10.0, learn=False), {"prior": "isotropic", "num_samples": 4}
     la = laplace_of(model, known, method="krylov", **settings)
-    la.fit_hyperparameters(data, max_steps=200, num_samples=64, tolerance=0.005, progress=False)
+    la.fit_hyperparameters(data, criterion=Evidence(max_steps=200, num_samples=64), tolerance=0.005, progress=False)
     assert all(step.sample_residual > 0 for step in la.history_)  # paths have no samples
     exact = laplace_of(model, Gaussian(10.0, learn=False), method="exact", **{**settings, "noise_precision": 1.0})
-    exact.fit_hyperparameters(data, max_steps=2000, tolerance=1e-5, progress=False)
+    exact.fit_hyperparameters(data, criterion=Evidence(max_steps=2000), tolerance=1e-5, progress=False)
     gamma = float(exact.effective_dimension_)
     # γ ≤ rank: its relative standard error is at most √(2/(64 γ)); α moves by about as much, twice that is generous
     ratio = float(la.prior_precision_ / exact.prior_precision_)

@@ -11,7 +11,7 @@ from problems import linear_problem, unsolved_problem
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling import SGD, SVRG, Dual, Factored, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling import SGD, SVRG, Dual, Evidence, Factored, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods import METHODS, as_method, method_from_recipe, recipe_of_method
 from laplace_sampling.methods.method import Task
@@ -70,7 +70,7 @@ def test_em_finds_hyperparameters_for_a_new_method() -> None:
     model, data = linear_problem(inputs=10, num_data=40)
     toy, exact = (
         LinearisedLaplace(model, "regression", method=method, num_samples=4).fit_hyperparameters(
-            data, max_steps=50, num_samples=64, progress=False
+            data, criterion=Evidence(max_steps=50, num_samples=64), progress=False
         )
         for method in ("toy", "exact")
     )

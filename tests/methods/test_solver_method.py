@@ -11,15 +11,7 @@ from flat_settings import laplace_of
 from problems import linear_problem
 from torch import Tensor, nn
 
-from laplace_sampling import (
-    SGD,
-    ConvergenceWarning,
-    Dual,
-    Exact,
-    Krylov,
-    Method,
-    Stochastic,
-)
+from laplace_sampling import SGD, ConvergenceWarning, Dual, Evidence, Exact, Krylov, Method, Stochastic
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.sampling import draw
 from laplace_sampling.methods.problem import Memory
@@ -60,14 +52,14 @@ def test_a_tighter_tolerance_is_closer_to_dense_algebra() -> None:
     model, data = linear_problem(inputs=120, num_data=100)
     settings = {"prior": "isotropic", "noise_precision": 5.0, "num_samples": 2}
     exact = laplace_of(model, "regression", method="exact", **settings)
-    exact.fit_hyperparameters(data, max_steps=2000, tolerance=1e-6, progress=False)
+    exact.fit_hyperparameters(data, criterion=Evidence(max_steps=2000), tolerance=1e-6, progress=False)
     best = float(exact.prior_precision_.log())
     fixed = {**settings, "prior_precision": 0.05}
     truth = laplace_of(model, "regression", method="exact", **fixed).fit(data, progress=False)
     alphas, errors = [], []
     for tolerance in (0.2, 0.015, 0.004):
         la = laplace_of(model, "regression", method="krylov", **settings)
-        la.fit_hyperparameters(data, tolerance=tolerance, max_steps=20, progress=False)
+        la.fit_hyperparameters(data, tolerance=tolerance, criterion=Evidence(max_steps=20), progress=False)
         alphas.append(abs(float(la.prior_precision_.log()) - best))
         drawn = laplace_of(model, "regression", method="krylov", **fixed).fit(data, tolerance=tolerance, progress=False)
         f, g = (one.predict(data[0][0]).samples for one in (truth, drawn))
@@ -117,7 +109,7 @@ def test_layerwise_priors_go_by_em_with_warm_starts(monkeypatch) -> None:
     la = laplace_of(model, "classification", method="krylov", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # of five steps
-        la.fit_hyperparameters(data, max_steps=5, tolerance=0.001, progress=False)
+        la.fit_hyperparameters(data, criterion=Evidence(max_steps=5), tolerance=0.001, progress=False)
     assert len(starts) == len(la.history_) + 1
     assert starts[0] is None
     assert starts[-1] is None  # the samples that are kept are new ones
@@ -127,7 +119,7 @@ def test_layerwise_priors_go_by_em_with_warm_starts(monkeypatch) -> None:
     exact = laplace_of(model, "classification", method="exact", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        exact.fit_hyperparameters(data, max_steps=5, tolerance=0.001, progress=False)
+        exact.fit_hyperparameters(data, criterion=Evidence(max_steps=5), tolerance=0.001, progress=False)
     assert len(la.prior_precision_) == 2
     for step, other in zip(la.history_[:2], exact.history_[:2], strict=True):
         # the exact γ has no error; that of its samples is told

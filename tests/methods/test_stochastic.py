@@ -9,7 +9,16 @@ from flat_settings import laplace_of
 from problems import linear_problem, trained, unsolved_problem
 from torch import nn
 
-from laplace_sampling import SGD, SVRG, ConvergenceWarning, Gaussian, IsotropicPrior, LinearisedLaplace, Stochastic
+from laplace_sampling import (
+    SGD,
+    SVRG,
+    ConvergenceWarning,
+    Evidence,
+    Gaussian,
+    IsotropicPrior,
+    LinearisedLaplace,
+    Stochastic,
+)
 from laplace_sampling.methods.problem import Memory
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.preconditioners import Nystrom
@@ -24,7 +33,7 @@ def test_svrg_makes_one_preconditioner_for_em_and_all_samples(monkeypatch) -> No
     model, data = linear_problem(inputs=10, num_data=40)
     la = laplace_of(model, "regression", method="svrg", prior="layerwise", num_samples=2)
     la.fit_hyperparameters(
-        data, num_samples=4, tolerance=0.05, max_steps=30, progress=False
+        data, criterion=Evidence(num_samples=4, max_steps=30), tolerance=0.05, progress=False
     )  # the noise is learnt, too
     steps = len(la.history_)
     assert len(solves) == steps + 1

@@ -8,7 +8,7 @@ from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import Gaussian, LinearisedLaplace
+from laplace_sampling import Evidence, Gaussian, LinearisedLaplace
 from laplace_sampling.linear_model.sketch_growth import Growth
 from laplace_sampling.linear_model.sketch_sampler import Part, SketchSampler
 from laplace_sampling.methods import as_method, closed_form
@@ -79,7 +79,7 @@ def test_hyperparameters_of_a_regression_are_the_exact_ones() -> None:
     gamma = float(exact.effective_dimension_)
     for method, accuracy in ((ALL, 0.02), (Subset(max_rows=200), 0.25)):
         la = LinearisedLaplace(model, "regression", method=method, **settings)
-        la.fit_hyperparameters(batches, progress=False, tolerance=5e-3, max_steps=40)
+        la.fit_hyperparameters(batches, progress=False, tolerance=5e-3, criterion=Evidence(max_steps=40))
         assert float(la.prior_precision_) == pytest.approx(float(exact.prior_precision_), rel=2 * accuracy)
         assert float(la.noise_precision_) == pytest.approx(float(exact.noise_precision_), rel=accuracy)
         assert float(la.effective_dimension_) == pytest.approx(gamma, rel=accuracy)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from laplace_sampling import SGD, Categorical, LinearisedLaplace
+from laplace_sampling import SGD, Categorical, Data, LinearisedLaplace
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.linear_model import tangent_model
 
@@ -44,10 +44,11 @@ def network(seed: int = 0) -> Inputs:
         return Inputs(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))).double()
 
 
-def fit(data: Any, likelihood: str = "classification", **settings: Any) -> LinearisedLaplace:
+def fit(loader: Any, likelihood: str = "classification", **settings: Any) -> LinearisedLaplace:
     options = {name: settings.pop(name) for name in ("unpack", "num_data", "weights") if name in settings}
+    given = settings.pop("data", Data(**options))
     la = laplace_of(network(), likelihood, prior="isotropic", num_samples=4, **settings)
-    return la.fit(data, progress=False, **options)
+    return la.fit(loader, progress=False, data=given)
 
 
 class Rows(Dataset):
@@ -148,7 +149,7 @@ def test_a_stream_that_is_not_kept_is_read_again(method: str) -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(zip(X, targets, strict=True))
 
-    la = fit(DataLoader(Pairs(), batch_size=4), likelihood, method=method, num_data=9)
+    la = fit(DataLoader(Pairs(), batch_size=4), likelihood, method=method, data=Data(num_data=9))
     assert la._fitted.tangent.data.in_order
     plain = fit([(X, targets)], likelihood, method=method)
     assert_close(la.samples_, plain.samples_, rtol=1e-5, atol=1e-6)
@@ -158,7 +159,7 @@ def test_a_stream_that_is_not_kept_is_read_again(method: str) -> None:
 def test_a_stream_that_is_not_kept_has_no_mini_batches() -> None:
     loader = DataLoader(Stream(), batch_size=4)
     with pytest.raises(ValueError, match="krylov"):
-        fit(loader, method="sgd", num_data=9)
+        fit(loader, method="sgd", data=Data(num_data=9))
     data = TrainingData(loader, num_data=9, cache_bytes=0)
     assert torch.equal(data.inputs(torch.arange(5, 8)), X[5:8])
     assert torch.equal(data.inputs(torch.arange(2)), X[:2])
@@ -180,7 +181,7 @@ def test_default_fits_take_a_stream_that_is_not_kept(likelihood: str) -> None:
 
     torch.manual_seed(0)
     la = LinearisedLaplace(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), likelihood, num_samples=4)
-    la.fit_hyperparameters(DataLoader(Pairs(), batch_size=32), num_data=300, progress=False)
+    la.fit_hyperparameters(DataLoader(Pairs(), batch_size=32), data=Data(num_data=300), progress=False)
     assert la._fitted.tangent.data.in_order
     assert bool(la.samples_.isfinite().all())
 
@@ -189,9 +190,9 @@ def test_a_stream_needs_its_length() -> None:
     with pytest.raises(ValueError, match="`num_data=`"):
         fit(Stream())
     with pytest.raises(ValueError, match="num_data=12"):
-        fit(Stream(), num_data=12)
+        fit(Stream(), data=Data(num_data=12))
     with pytest.raises(ValueError, match="`num_data`"):
-        fit([(X, Y)], num_data=9)
+        fit([(X, Y)], data=Data(num_data=9))
 
 
 def test_errors_in_data_that_are_not_used_are_ignored() -> None:
@@ -304,7 +305,7 @@ def test_a_weight_of_two_is_the_datum_twice(likelihood: str, method: str) -> Non
     weights = torch.tensor([2.0] * 3 + [1.0] * 6)
     settings = {"method": method, "num_samples": 2, "linear_model": "homogeneous"}
     found = laplace_of(network(), likelihood, prior="isotropic", **settings)
-    found.fit([(X, targets)], weights=weights, progress=False)
+    found.fit([(X, targets)], data=Data(weights=weights), progress=False)
     expected = laplace_of(network(), likelihood, prior="isotropic", **settings).fit(twice, progress=False)
     assert_close(found.mode_, expected.mode_, rtol=1e-4, atol=1e-5)
     assert_close(found.effective_dimension_.sum() > 0, torch.tensor(True))
@@ -337,16 +338,16 @@ def test_weights_and_batches_that_are_none_are_refused(wrong: dict[str, Any], sa
 def test_weights_of_a_regression_are_no_noise_variances() -> None:
     ones = torch.ones(9)
     with pytest.raises(ValueError, match="Subset"):
-        fit([(X, VALUES)], "regression", weights=torch.tensor([0.0] + [1.0] * 8))
+        fit([(X, VALUES)], "regression", data=Data(weights=torch.tensor([0.0] + [1.0] * 8)))
     with pytest.raises(ValueError, match="1/noise_variances"):
-        LinearisedLaplace(network(), "regression").fit([(X, VALUES)], weights=ones, noise_variances=ones)
+        LinearisedLaplace(network(), "regression").fit([(X, VALUES)], data=Data(weights=ones, noise_variances=ones))
 
 
 def test_weights_in_any_form() -> None:
     given = [2.0] * 3 + [1.0] * 6
-    expected = fit([(X, Y)], method="exact", weights=torch.tensor(given)).samples_
+    expected = fit([(X, Y)], method="exact", data=Data(weights=torch.tensor(given))).samples_
     for weights in (given, torch.tensor(given).numpy()):
-        assert torch.equal(fit([(X, Y)], method="exact", weights=weights).samples_, expected)
+        assert torch.equal(fit([(X, Y)], method="exact", data=Data(weights=weights)).samples_, expected)
 
 
 def test_numbers_of_numpy_for_a_network_in_float32() -> None:
@@ -365,7 +366,7 @@ def test_what_differs_between_batches_must_be_a_tensor() -> None:
 
 
 def test_weights_do_not_scale_densities() -> None:
-    settings = {"method": "exact", "weights": torch.full((9,), 2.0)}
+    settings = {"method": "exact", "data": Data(weights=torch.full((9,), 2.0))}
     la = fit([(X, Y)], **settings)
     assert la.predict(X).log_prob(Y).mean() > -2
     loo = la.leave_one_out().log_prob

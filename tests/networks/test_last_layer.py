@@ -12,7 +12,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from laplace_sampling import SGD, Categorical, Gaussian, LinearisedLaplace
+from laplace_sampling import SGD, Categorical, Data, Gaussian, LinearisedLaplace
 from laplace_sampling import predict as module_of_predict
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks import last_layer as module_of_last_layer
@@ -252,15 +252,17 @@ def test_weights_and_noise_variances_and_streams() -> None:
     model, (x, y) = randomised(BackToFront()), data()
     names, weights = ["head.weight", "head.bias"], torch.rand(20) + 0.5
     loader = DataLoader(TensorDataset(x, y), 6)
-    assert_same(model, names, loader, x, method="krylov", arguments={"weights": weights})
+    assert_same(model, names, loader, x, method="krylov", arguments={"data": Data(weights=weights)})
     loader = DataLoader(TensorDataset(x, torch.randn(20, 3).double()), 6)
-    assert_same(model, names, loader, x, "regression", method="exact", arguments={"noise_variances": weights})
+    assert_same(
+        model, names, loader, x, "regression", method="exact", arguments={"data": Data(noise_variances=weights)}
+    )
 
     class Stream(IterableDataset):
         def __iter__(self):
             return zip(x, y, strict=True)
 
-    assert_same(model, names, DataLoader(Stream(), 6), x, method="krylov", arguments={"num_data": 20})
+    assert_same(model, names, DataLoader(Stream(), 6), x, method="krylov", arguments={"data": Data(num_data=20)})
 
 
 def test_a_stream_whose_features_are_kept_has_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +277,7 @@ def test_a_stream_whose_features_are_kept_has_mini_batches(monkeypatch: pytest.M
     found = []
     for loader, num_data in ((DataLoader(Stream(), 6), 20), (DataLoader(TensorDataset(x, y), 6), None)):
         la = laplace_of(model, "classification", parameters="last_layer", **settings)
-        found.append(la.fit(loader, num_data=num_data, progress=False).samples_)
+        found.append(la.fit(loader, data=Data(num_data=num_data), progress=False).samples_)
     assert_close(*found)
 
 

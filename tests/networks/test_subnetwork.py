@@ -9,7 +9,7 @@ from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace, largest_variance
+from laplace_sampling import Data, LinearisedLaplace, largest_variance
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.networks.subnetwork import Subnetwork
 
@@ -170,7 +170,12 @@ def test_settings_go_to_the_posterior_and_k_is_checked() -> None:
     case = make_case("classification")
     data = [(case.x, {"y": case.y})]
     masks = largest_variance(
-        case.model, case.likelihood, data, 3, parameters="2.*", unpack=lambda batch: (batch[0], batch[1]["y"])
+        case.model,
+        case.likelihood,
+        data,
+        3,
+        parameters="2.*",
+        data=Data(unpack=lambda batch: (batch[0], batch[1]["y"])),
     )
     assert set(masks) <= {"2.weight", "2.bias"}
     with pytest.raises(ValueError, match="k=53"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import Evidence, LinearisedLaplace
 
 mpl.use("Agg")
 
@@ -27,7 +27,7 @@ def tuned() -> Callable[..., LinearisedLaplace]:
                 weight += 0.5 * torch.randn_like(weight)
             y = other(x) + 0.1 * torch.randn(40, outputs, dtype=torch.float64)
         la = LinearisedLaplace(model, likelihood, method="exact", **settings)
-        return la.fit_hyperparameters([(x, y)], max_steps=100, tolerance=0.1, progress=False)
+        return la.fit_hyperparameters([(x, y)], criterion=Evidence(max_steps=100), tolerance=0.1, progress=False)
 
     return fit
 

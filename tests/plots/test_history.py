@@ -42,7 +42,7 @@ def test_several_groups_and_outputs_have_a_line_each_and_one_name(tuned) -> None
 def test_likelihoods_without_noise_have_no_line_of_it() -> None:
     case = make_case("classification")
     la = LinearisedLaplace(case.model, case.given[0], method="exact")
-    la = la.fit_hyperparameters(case.batches, criterion="evidence", scale=1.0, progress=False)
+    la = la.fit_hyperparameters(case.batches, criterion="evidence", progress=False)
     names = [text.get_text() for text in plot_history(la).get_legend().get_texts()]
     assert names == ["prior precision α", "effective dimension γ"]
 

@@ -8,7 +8,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace, NotFittedError
+from laplace_sampling import Data, LinearisedLaplace, NotFittedError
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -250,7 +250,7 @@ def test_messages() -> None:
         la.predict(x).interval(0)
     with pytest.raises(ValueError, match="probability"):
         la.predict(x).interval(95)
-    la.fit([(x, y)], noise_variances=torch.ones(30), progress=False)
+    la.fit([(x, y)], data=Data(noise_variances=torch.ones(30)), progress=False)
     with pytest.raises(ValueError, match="noise_variances"):
         la.calibrate_conformal([(x, y)])
     counts = LinearisedLaplace(nn.Linear(2, 1).double(), "poisson", num_samples=8, method="exact")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_sampling import Data as LoaderData
 from laplace_sampling import (
     Factored,
     Gaussian,
@@ -215,7 +216,9 @@ def test_an_update_takes_a_pass_of_all_data_and_a_fixed_number_of_gradients() ->
 def test_batches_of_other_forms() -> None:
     (x, y), model = data("classification"), network()
     pairs = updated_precisions(model, "classification", [(x, y)])
-    named = updated_precisions(model, "classification", [{"a": x, "b": y}], unpack=lambda d: (d["a"], d["b"]))
+    named = updated_precisions(
+        model, "classification", [{"a": x, "b": y}], data=LoaderData(unpack=lambda d: (d["a"], d["b"]))
+    )
     assert named.prior_precision.tolist() == pairs.prior_precision.tolist()
 
     class Stream(torch.utils.data.IterableDataset):
@@ -223,7 +226,7 @@ def test_batches_of_other_forms() -> None:
             return iter(zip(x, y, strict=True))
 
     stream = DataLoader(Stream(), batch_size=10)
-    streamed = updated_precisions(model, "classification", stream, num_data=NUM)
+    streamed = updated_precisions(model, "classification", stream, data=LoaderData(num_data=NUM))
     assert_close(streamed.prior_precision, pairs.prior_precision, rtol=1e-6, atol=0)
 
 
@@ -240,8 +243,8 @@ def test_batches_of_other_forms() -> None:
         ({"parameters": {"0.weight": torch.ones(5, 2, dtype=torch.bool)}}, ValueError, "masks"),
         ({"seed": -1}, ValueError, "seed"),
         ({"prior": LayerwisePrior(layers={"7": 1.0})}, ValueError, "'7'"),
-        ({"unpack": 3}, TypeError, "unpack"),
-        ({"num_data": 3}, ValueError, "num_data"),
+        ({"data": LoaderData(unpack=3)}, TypeError, "unpack"),
+        ({"data": LoaderData(num_data=3)}, ValueError, "num_data"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from laplace_sampling import Gaussian, IsotropicPrior, LayerwisePrior, LinearisedLaplace
+from laplace_sampling import Data, Gaussian, IsotropicPrior, LayerwisePrior, LinearisedLaplace
 from laplace_sampling.training.train_by_evidence import (
     PrecisionUpdate,
     TrainedByEvidence,
@@ -257,8 +257,7 @@ def test_other_batches_and_settings_of_updates() -> None:
         model,
         sgd(model),
         loader=loader,
-        unpack=lambda batch: (batch["a"], batch["b"]),
-        num_data=NUM,
+        data=Data(unpack=lambda batch: (batch["a"], batch["b"]), num_data=NUM),
         method="diagonal",
         prior="isotropic",
         seed=3,
