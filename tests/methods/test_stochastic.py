@@ -48,7 +48,7 @@ def test_svrg_makes_one_preconditioner_for_em_and_all_samples(monkeypatch) -> No
 def test_noises_of_several_outputs_take_new_preconditioners(outputs: int, held: bool) -> None:
     case = make_case("regression_per_output")
     la = laplace_of(case.model, Gaussian(torch.ones(outputs)), method="svrg", num_samples=2)
-    la.fit_hyperparameters(case.batches, num_samples=2, max_steps=1, progress=False)
+    la.fit_hyperparameters(case.batches, criterion=Evidence(num_samples=2, max_steps=1), progress=False)
     assert (la._fitted.fit.solver.held is not None) == held
 
 
