@@ -113,7 +113,6 @@ def test_outputs_without_targets_count_nowhere(kind: str, method: str) -> None:
         "tolerance": 0.01,
         "criterion": "evidence",
         "max_steps": 60,
-        "scale": 1.0,
     }
     settings = settings_of(method)
     la = LinearisedLaplace(model, kind, num_samples=8, **settings).fit_hyperparameters([(x, y)], **options)
