@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib
 import torch
 from cases import Case, make_case
+from flat_settings import fit_arguments
 from torch import Tensor, nn
 
 from laplace_sampling import SGD, LinearisedLaplace, Stochastic
@@ -83,7 +84,7 @@ class Session:
         # Within these bounds the solves are well conditioned, so that other orders of a sum leave the numbers alone.
         bounds = {"precision_bounds": (1.0, 10.0), "noise_bounds": (0.5, 5.0)}
         options = {"max_steps": 1, "tolerance": 0.4, "num_samples": 2, "progress": False, **bounds, **options}
-        la.fit_hyperparameters(self.train, held_out, criterion=self.trial.criterion, **options)
+        la.fit_hyperparameters(self.train, held_out, **fit_arguments(self.trial.criterion, **options))
 
     def see(self, name: str, *values: Any) -> None:
         for number, value in enumerate(values):

@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling import Categorical, Data, Gaussian, IsotropicPrior, LinearisedLaplace, MultiTask, Poisson
+from laplace_sampling import (
+    Categorical,
+    Data,
+    Evidence,
+    Gaussian,
+    IsotropicPrior,
+    LinearisedLaplace,
+    MultiTask,
+    Poisson,
+)
 from laplace_sampling.predictions.prediction import RegressionPrediction
 
 KINDS = ["regression", "heteroscedastic", "binary", "poisson"]
@@ -111,9 +120,7 @@ def test_outputs_without_targets_count_nowhere(kind: str, method: str) -> None:
         "progress": False,
         "budget": None,
         "tolerance": 0.01,
-        "criterion": "evidence",
-        "max_steps": 60,
-        "scale": 1.0,
+        "criterion": Evidence(max_steps=60),
     }
     settings = settings_of(method)
     la = LinearisedLaplace(model, kind, num_samples=8, **settings).fit_hyperparameters([(x, y)], **options)

@@ -82,7 +82,7 @@ def test_certain_soft_labels_are_labels(kind: str) -> None:
 def test_every_criterion_takes_soft_labels(kind: str, criterion: str) -> None:
     model, x, y = trained(kind)
     la = LinearisedLaplace(model, kind, method="exact", prior="isotropic")
-    more = {"val_loader": [(x[40:], y[40:])]} if criterion == "validation" else {"scale": 1.0}
+    more = {"val_loader": [(x[40:], y[40:])]} if criterion == "validation" else {}
     la.fit_hyperparameters([(x[:40], y[:40])], criterion=criterion, progress=False, **more)
     assert la.converged_
     assert math.isfinite(la.score("loo").value)

@@ -6,12 +6,10 @@ import pytest
 import torch
 from cases import make_case
 from flat_settings import fit_case
-from problems import CLOSE
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.methods.closed_form import ObservationSpaceFit, _cancellation
-from laplace_sampling.on_training_data import OnTrainingData
 
 
 def undrawn(la: LinearisedLaplace) -> bool:
@@ -69,17 +67,6 @@ def test_a_regression_with_other_data_to_calibrate_by() -> None:
     la.fit_hyperparameters(case.batches, case.batches, criterion="evidence", progress=False)
     assert len(la.samples_) == 8
     assert torch.isfinite(la.noise_precision_).all()  # pyright: ignore
-
-
-@pytest.mark.parametrize("name", ["regression", "regression_per_output"])
-def test_variances_of_training_data_are_those_of_predictions(name: str) -> None:
-    case = make_case(name)
-    la = fit_case(case, "exact")
-    assert la._fitted.fit is not None
-    assert la._fitted.tangent is not None
-    trained = OnTrainingData.of(la._fitted.fit, la._fitted.tangent, 5)
-    expected = la.predict(case.x[trained.some]).variance
-    assert_close(trained._spread(), expected.flatten(1).double(), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["regression", "classification"])
