@@ -9,13 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from laplace_sampling.curvature.kronecker import CURVATURE, restored_curvature
 from laplace_sampling.data.batches import storable
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.kronecker import CURVATURE, restored_curvature
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import draw_closed_form
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -25,7 +25,7 @@ from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import SplitConformal
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Curvature
 
 # Fields that are dictionaries of their own fields in a state.
 _PARTS = {
@@ -190,7 +190,7 @@ class Posterior:
             )
 
     @cached_property
-    def curvature(self) -> Factored | None:
+    def curvature(self) -> Curvature | None:
         """`M̂` of a factored posterior, in the scaled coordinates of the prior."""
         kept = {name.removeprefix(CURVATURE): t for name, t in self.exact.items() if name.startswith(CURVATURE)}
         return restored_curvature(kept) if kept else None

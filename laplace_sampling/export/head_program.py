@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.curvature.head import has_head_covariances
+from laplace_sampling.curvature.kronecker import Kronecker, outer_factors
 from laplace_sampling.data.batches import arguments, num_rows, read
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
-from laplace_sampling.linear_model.head_covariances import has_head_covariances
-from laplace_sampling.linear_model.kronecker import Kronecker, outer_factors
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.linear_layer import LinearLayer
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.dense_curvature import DenseCurvature
+from laplace_sampling.solvers.preconditioners import Curvature
 
 
 class HeadProgram(nn.Module):
@@ -65,11 +65,11 @@ class HeadProgram(nn.Module):
 
 
 def head_root(
-    layer: LinearLayer, curvature: Factored, prior: GaussianPrior
+    layer: LinearLayer, curvature: Curvature, prior: GaussianPrior
 ) -> tuple[Float[Tensor, "D m"], Float[Tensor, "m C"]] | None:
     """`R` and `W` of the variances `Σ_m (hᵀR)²_m W_mc` of the outputs for inputs `h`, in float64; `None` for others.
 
-    As `linear_model.head_covariances`: of a Kronecker product `R = s ∘ V` and `W` holds `Σ_n U²_cn/(Λ_nm + α)`; of a
+    As `curvature.head`: of a Kronecker product `R = s ∘ V` and `W` holds `Σ_n U²_cn/(Λ_nm + α)`; of a
     matrix, `R` holds a root of the covariance of the weights of each output.
     """
     if len(prior.precision) != 1 or not has_head_covariances(curvature):

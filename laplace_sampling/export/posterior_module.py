@@ -22,7 +22,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.prediction import make_prediction
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Curvature
 
 
 class PosteriorModule(nn.Module):
@@ -63,7 +63,7 @@ class PosteriorModule(nn.Module):
         calibration: Calibration,
         x: Any,
         *,
-        curvature: Factored | None = None,
+        curvature: Curvature | None = None,
         prior: GaussianPrior | None = None,
         has_noise: bool = True,
     ) -> "PosteriorModule":

@@ -23,7 +23,7 @@ from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.operator import row_products
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.recorded import stop_recording
 from laplace_sampling.solvers.solver import Quadratic, Solution, Solver
 
@@ -106,7 +106,7 @@ class PosteriorSamples:
 
 
 def draw_closed_form(
-    curvature: Factored, prior: GaussianPrior, draws: Draws, device: torch.device, dtype: torch.dtype
+    curvature: Curvature, prior: GaussianPrior, draws: Draws, device: torch.device, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "K P"], Float[Tensor, " K"], Float[Tensor, " K"]]:
     """Samples `ζ ~ N(0, (M̂ + A)⁻¹)`, unscaled, with their energies `ζᵀM̂ζ` and `ζᵀ(M̂ + A)ζ`.
 

@@ -17,6 +17,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.curvature.closed_form import (
+    PROBES,
+    FactoredSampler,
+    KroneckerFit,
+    factored_curvature,
+    kronecker_operations,
+    prior_of_factored,
+)
+from laplace_sampling.curvature.head import head_block, head_matrix, head_of, head_operations, is_exact
+from laplace_sampling.curvature.kronecker import CURVATURE, Inverse
+from laplace_sampling.curvature.low_rank import LowRank, Sketch
+from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows, grow
 from laplace_sampling.evidence.curves import EvidencePath, ModeCurve, Traces
 from laplace_sampling.evidence.network_evidence import ByNetworkEvidence
 from laplace_sampling.gp.evidence import HyperparameterBounds
@@ -25,29 +37,13 @@ from laplace_sampling.gp.posterior import GramCovariance, GramPath, GramPosterio
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.factored import (
-    PROBES,
-    FactoredSampler,
-    KroneckerFit,
-    factored_curvature,
-    kronecker_operations,
-    prior_of_factored,
-)
 from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.head_curvature import head_block, head_matrix, head_of, head_operations, is_exact
-from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel, Mode
-from laplace_sampling.linear_model.low_rank import LowRank
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
-from laplace_sampling.linear_model.random_rows import RandomRows
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw_closed_form
-from laplace_sampling.linear_model.sketch import Sketch
-from laplace_sampling.linear_model.sketch_growth import NUM_PROBES, Growth, bytes_of_rows, grow
-from laplace_sampling.linear_model.sketch_sampler import Part, SketchSampler
 from laplace_sampling.methods.method import (
     Choice,
     Fit,
@@ -84,9 +80,10 @@ from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_ou
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.dense import Dense
+from laplace_sampling.solvers.dense_curvature import DenseCurvature
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
-from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
+from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.solver import Minimum, Solver
 
 # Samples that go through the features together, and the residual that exact samples have at most, of rounding.
@@ -259,7 +256,7 @@ class Factored(Method):
     def covariance_path(self, task: Task) -> CovariancePath:
         return FactoredPath(self.curvature_at(task), task.prior)
 
-    def curvature_at(self, task: Task) -> FactoredCurvature:
+    def curvature_at(self, task: Task) -> Curvature:
         """`M̂` at the network's outputs, in the scaled coordinates of the prior."""
         return factored_curvature(self.kind, task.ggn(), task.seed, task.prior.scale, self._kronecker)
 
@@ -274,7 +271,7 @@ class Factored(Method):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         task.budget.add(dense=self._dense_spent(task))
-        if not isinstance(tuned.work, FactoredCurvature):
+        if not isinstance(tuned.work, Curvature):
             return super().fit(task, tuned, tolerance)
         solver = self.make_solver(task, tolerance, None)
         assert isinstance(solver, FactoredSampler)
@@ -282,7 +279,7 @@ class Factored(Method):
         return super().fit(task, replace(tuned, work=replace(solver, held=held)), tolerance)
 
 
-def _at_noise(curvature: FactoredCurvature, before: Tensor | None, model: LinearModel) -> FactoredCurvature | None:
+def _at_noise(curvature: Curvature, before: Tensor | None, model: LinearModel) -> Curvature | None:
     """`M̂` with the noise of the model, which that of a regression is proportional to; `None` for noises by output."""
     noise = model.likelihood.noise_precisions()
     if noise is None or before is None:
@@ -298,10 +295,10 @@ class FactoredFit(Fit):
     """A posterior of precision `M̂ + A`, and the mode of the linear model itself."""
 
     # `M̂` once it is known, also in copies without samples.
-    _held: list[FactoredCurvature] = field(default_factory=list, repr=False)
+    _held: list[Curvature] = field(default_factory=list, repr=False)
 
     @property
-    def curvature(self) -> FactoredCurvature:
+    def curvature(self) -> Curvature:
         """`M̂` in the scaled coordinates of the prior."""
         if not self._held:
             assert isinstance(self.solver, FactoredSampler)
@@ -433,8 +430,8 @@ class Subset(Method):
     """The full covariance, all correlations between weights, of random rows of a random part of the data.
 
     A row is one column `φ_iᵀL_i e_k` of a root of the curvature of one datum, drawn by its size, and counts for those
-    that are not drawn (`linear_model.random_rows`). The part doubles until predicted standard deviations change by less
-    than the tolerance (`linear_model.sketch_growth`); with the rows of all outputs of all data it is exact. The mode is
+    that are not drawn (`curvature.part`). The part doubles until predicted standard deviations change by less
+    than the tolerance (`curvature.part`); with the rows of all outputs of all data it is exact. The mode is
     that of all data, by conjugate gradients that the part preconditions.
 
     Args:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from laplace_sampling.curvature.head import head_of
 from laplace_sampling.linear_model.cost import Cost, measure
-from laplace_sampling.linear_model.head_curvature import head_of
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.closed_form import Exact, Factored, Head, Subset
 from laplace_sampling.methods.method import Choice, Method, Task

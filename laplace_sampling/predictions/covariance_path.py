@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.curvature.head import head_covariances, head_inputs
+from laplace_sampling.curvature.low_rank import Sketch
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.head_covariances import head_covariances
-from laplace_sampling.linear_model.head_curvature import head_inputs
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.sketch import Sketch
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.recorded import recorded
 
 # With more outputs than this, draws of the function come from samples of the weights: `C` rows of the Jacobian of a
@@ -68,7 +67,7 @@ class FactoredPath(CovariancePath):
         for_fit: whether a fit uses the curvature again; else it is freed once the precision is chosen.
     """
 
-    curvature: Factored | Sketch
+    curvature: Curvature | Sketch
     prior: GaussianPrior  # pyright: ignore[reportIncompatibleVariableOverride]
     block_bytes: float = BLOCK_BYTES
     for_fit: bool = True
@@ -82,7 +81,7 @@ class FactoredPath(CovariancePath):
         return self.curvature.passes
 
     @property
-    def work(self) -> Factored | Sketch | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def work(self) -> Curvature | Sketch | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.curvature if self.for_fit else None
 
     @recorded
@@ -120,7 +119,7 @@ class HeadPath(FactoredPath):
             found = head_inputs(features, batch)
             if found is None:  # validation data of a network whose layer was not found
                 return super().covariances(features, alphas)
-            assert isinstance(self.curvature, Factored)
+            assert isinstance(self.curvature, Curvature)
             parts.append(head_covariances(self.curvature, *found, alphas, self.prior.scale))
         return torch.cat(parts, dim=1)
 

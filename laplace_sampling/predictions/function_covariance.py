@@ -10,16 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.curvature.head import has_head_covariances, head_covariances, head_inputs, head_of, head_variances
+from laplace_sampling.curvature.kronecker import Inverse
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.head_covariances import has_head_covariances, head_covariances, head_variances
-from laplace_sampling.linear_model.head_curvature import head_inputs, head_of
-from laplace_sampling.linear_model.kronecker import Inverse
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.solvers.dense import Factor
 from laplace_sampling.solvers.operator import Operator
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Curvature
 
 # Numbers of a covariance that is pickled: a definition, 128 MiB in float64.
 _KEPT = 2**24
@@ -220,7 +219,7 @@ class HeadCovariance(FunctionCovariance):
 
     features: Features
     prior: GaussianPrior
-    curvature: Factored
+    curvature: Curvature
 
     @property
     def _inputs(self) -> tuple[LinearLayer, Tensor]:
@@ -238,7 +237,7 @@ class HeadCovariance(FunctionCovariance):
         return DenseCovariance(self.features, self.prior, Inverse(self.curvature, self.prior.spread())).joint()
 
 
-def factored_covariance(features: Features, prior: GaussianPrior, curvature: Factored) -> FunctionCovariance:
+def factored_covariance(features: Features, prior: GaussianPrior, curvature: Curvature) -> FunctionCovariance:
     """The covariance of a factored posterior at some inputs, from those of a linear layer if features are of one."""
     if head_of(features) is not None and len(prior.precision) == 1 and has_head_covariances(curvature):
         return HeadCovariance(features, prior, curvature)

@@ -45,7 +45,7 @@ class Preconditioner(ABC):
         return adapted if bool((w == 1).all()) else adapted.congruent(w), adapted.passes - self.passes
 
 
-class Factored(Preconditioner):
+class Curvature(Preconditioner):
     """An approximation `M̂` of `M` of which all eigenvalues are known: it defines a posterior, too.
 
     A shift may be a tensor `[P]` that is constant within each block of `M̂`, as within a layer.
@@ -60,7 +60,7 @@ class Factored(Preconditioner):
         """`(M̂ + shift)^{-1/2} v_k`, the symmetric root."""
 
     @abstractmethod
-    def congruent(self, w: Float[Tensor, " P"]) -> "Factored": ...
+    def congruent(self, w: Float[Tensor, " P"]) -> "Curvature": ...
 
     @abstractmethod
     def matmul(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
@@ -97,7 +97,7 @@ class Factored(Preconditioner):
         return torch.stack(blocks)
 
 
-class Jacobi(Factored):
+class Jacobi(Curvature):
     """`P = diag(M) + shift·I`."""
 
     def __init__(self, diagonal: Float[Tensor, " P"], passes: float = 0.0) -> None:

@@ -45,7 +45,7 @@ from laplace_sampling.predictions.covariance_path import FactoredPath
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_whole
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.progress import progress_bar
 
 _NO_DATA = Data()
@@ -359,7 +359,7 @@ def _update_at(task: Task, network: Linearisation, settings: Settings) -> Precis
     path, prior = settings.method.covariance_path(task), task.prior
     assert isinstance(path, FactoredPath)
     curvature = path.curvature
-    assert isinstance(curvature, Factored)
+    assert isinstance(curvature, Curvature)
     gamma = prior.grouped(curvature.leverage(prior.spread())).cpu()
     norm = prior.grouped(task.trained_weights.double()[None] ** 2)[0].cpu()
     new_prior = prior.with_precision(prior.mackay_precision(gamma, norm, PRECISION_BOUNDS))
@@ -398,7 +398,7 @@ def _recipe(prior: Prior, built: GaussianPrior) -> Prior:
     return replace(prior, precision=float(built.precision))
 
 
-def _evidence(task: Task, curvature: Factored, noise_before: float, norm: Float[Tensor, " G"]) -> MarginalLikelihood:
+def _evidence(task: Task, curvature: Curvature, noise_before: float, norm: Float[Tensor, " G"]) -> MarginalLikelihood:
     """The evidence at the network's weights, with the precisions of a task; the curvature is that of another noise."""
     alpha, model = overall_precision(task.prior), task.model
     # `M̂` of a regression is proportional to its noise precision.

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import Data, Evidence, LinearisedLaplace
-from laplace_sampling.linear_model.factored import factored_curvature
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.curvature.closed_form import factored_curvature
+from laplace_sampling.solvers.preconditioners import Curvature
 
 
-def dense(found: Factored, size: int) -> Tensor:
+def dense(found: Curvature, size: int) -> Tensor:
     return found.matmul(torch.eye(size, dtype=torch.float64))
 
 

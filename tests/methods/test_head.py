@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import Categorical, Gaussian, LinearisedLaplace
-from laplace_sampling.linear_model import head_curvature as module_of_head
+from laplace_sampling.curvature import head as module_of_head
 from laplace_sampling.methods.closed_form import Head
 
 NAMES = [

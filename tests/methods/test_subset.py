@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import Evidence, Gaussian, LinearisedLaplace
-from laplace_sampling.linear_model.sketch_growth import Growth
-from laplace_sampling.linear_model.sketch_sampler import Part, SketchSampler
+from laplace_sampling.curvature.part import Growth, Part, SketchSampler
 from laplace_sampling.methods import as_method, closed_form
 from laplace_sampling.methods.closed_form import Subset
 from laplace_sampling.methods.method import Choice

@@ -19,6 +19,7 @@ ROOMS = (
     "networks",
     "likelihoods",
     "linear_model",
+    "curvature",
     "predictions",
     "evidence",
     "gp",

@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.solvers.lapack import accurate_factor, symmetric_eigen
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Curvature
 
 
-class DenseCurvature(Factored):
+class DenseCurvature(Curvature):
     """`M` itself, in float64, for functions of `M + s`.
 
     It is decomposed once, `M = V diag(λ) Vᵀ` (about `9 P³` operations), when something first needs that; from then on a

@@ -10,19 +10,25 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import Categorical, Gaussian, Poisson
+from laplace_sampling.curvature import head as module_of_head
+from laplace_sampling.curvature.head import (
+    head_covariances,
+    head_curvature,
+    head_kronecker,
+    head_matrix,
+    head_of,
+    head_variances,
+)
+from laplace_sampling.curvature.kronecker import Kronecker
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.likelihoods.weighted import weighted
-from laplace_sampling.linear_model import head_curvature as module_of_head
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.head_covariances import head_covariances, head_variances
-from laplace_sampling.linear_model.head_curvature import head_curvature, head_kronecker, head_matrix, head_of
-from laplace_sampling.linear_model.kronecker import Kronecker
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linear_layer import LinearLayer
+from laplace_sampling.solvers.dense_curvature import DenseCurvature
 
 # Cases whose network ends with a linear layer of a vector for each datum.
 NAMES = [

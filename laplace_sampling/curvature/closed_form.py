@@ -9,32 +9,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from laplace_sampling.curvature.head import head_curvature, head_of, partial_traces_of_head
+from laplace_sampling.curvature.kronecker import Factors, Kronecker, corrected, kronecker_factors
 from laplace_sampling.linear_model.draws import Draws, SeededNoise, Stream
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.head_curvature import head_curvature, head_of, partial_traces_of_head
-from laplace_sampling.linear_model.kfac import Factors, corrected, kronecker_factors
-from laplace_sampling.linear_model.kronecker import Kronecker
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, GPrior, Layers, Prior
 from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.networks.layers import Layer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.krylov import CG
-from laplace_sampling.solvers.preconditioners import Factored, Jacobi
+from laplace_sampling.solvers.preconditioners import Curvature, Jacobi
 from laplace_sampling.solvers.solver import Afford, Minimum, Objective, Quadratic, Solution, Solver
-
-__all__ = [
-    "BASIS_DATA",
-    "PROBES",
-    "FactoredSampler",
-    "KroneckerFit",
-    "factored_curvature",
-    "kronecker_operations",
-    "prior_of_factored",
-]
 
 # Number of probes, used in place of outputs if there are more of those, and their stream of noise.
 # With 200 outputs they put `γ` of KFAC off by 0.7 %; half as many by 1.3 % in half the time, twice as many by 0.35 %.
 PROBES = 64
+
+
 # Gradients, of a random output of a datum each, that give the eigenvectors of Kronecker factors, and those that give
 # their eigenvalues, of all data where these are fewer. On 10,000 images (P = 29,290) 300 and 1,000 gradients gave the
 # test losses of 1,000 and 10,000 to 0.0004 about the best `α`; with as many as there are weights blocks are accurate.
@@ -104,7 +95,7 @@ def _part(ggn: GGN, most: int, seed: int) -> Tensor | None:
 
 def factored_curvature(
     kind: str, ggn: GGN, seed: int, scale: Tensor | None = None, kronecker: KroneckerFit | None = None
-) -> Factored:
+) -> Curvature:
     """`M̂` of `diag(s) M diag(s)`.
 
     Args:
@@ -185,9 +176,9 @@ class FactoredSampler(Sampler):
     mode: CG
     seed: int = 0
     kronecker: KroneckerFit = KroneckerFit()
-    held: Factored | None = None
+    held: Curvature | None = None
 
-    def curvature(self, ggn: GGN, prior: GaussianPrior) -> Factored:
+    def curvature(self, ggn: GGN, prior: GaussianPrior) -> Curvature:
         """`M̂` in the scaled coordinates of a prior."""
         return factored_curvature(self.kind, ggn, self.seed, prior.scale, self.kronecker)
 

@@ -13,19 +13,18 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import Categorical, Data, Gaussian, LinearisedLaplace
-from laplace_sampling.linear_model import kfac
+from laplace_sampling.curvature import kronecker as kfac
+from laplace_sampling.curvature.closed_form import KroneckerFit, factored_curvature
+from laplace_sampling.curvature.kronecker import Kronecker, partial_traces, squares
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.factored import KroneckerFit, factored_curvature
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.kronecker import Kronecker
-from laplace_sampling.linear_model.layer_curvature import partial_traces, squares
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
-from laplace_sampling.methods.closed_form import Factored as FactoredMethod
+from laplace_sampling.methods.closed_form import Curvature as FactoredMethod
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.krylov import CG
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Curvature
 
 ALL = KroneckerFit(outputs=64, data=10**6)
 
@@ -38,7 +37,7 @@ def no_dense_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def curvature(
     case: Case, kind: str, scale: Tensor | None = None, kronecker: KroneckerFit = ALL
-) -> tuple[Factored, GGN]:
+) -> tuple[Curvature, GGN]:
     model = case.linear_model()
     ggn = model.ggn(model.network_outputs)
     return factored_curvature(kind, ggn, 0, scale, kronecker), ggn
@@ -57,7 +56,7 @@ def seeded(make: Callable[[], Case]) -> Case:
         return make()
 
 
-def dense(found: Factored, size: int) -> Tensor:
+def dense(found: Curvature, size: int) -> Tensor:
     return found.matmul(torch.eye(size, dtype=torch.float64))
 
 
@@ -261,7 +260,7 @@ def test_gradients_of_data_are_sums_over_places(
 ) -> None:
     """Wherever the data are; whether gradients are formed of few data at a time or of all."""
     if few:
-        monkeypatch.setattr("laplace_sampling.linear_model.layer_curvature._NUMBERS", 20)
+        monkeypatch.setattr("laplace_sampling.curvature.kronecker._NUMBERS", 20)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x = make().double().eval(), torch.randn(shape).double()
@@ -427,7 +426,7 @@ def test_a_congruence_is_the_diagonal_of_the_congruent_matrix(name: str) -> None
 
 @pytest.mark.parametrize("numbers", [1, 2**22])
 def test_covariances_for_many_shifts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laplace_sampling.linear_model.kronecker._NUMBERS", numbers)
+    monkeypatch.setattr("laplace_sampling.curvature.kronecker._NUMBERS", numbers)
     monkeypatch.setattr(kfac, "_DENSE", 0)
     case = make_case("conv_batch_norm")
     found = factored(case)
@@ -479,7 +478,7 @@ def test_many_outputs_take_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = case.linear_model()
     ggn = model.ggn(model.network_outputs)
     diagonal, M = dense(curvature(case, "diagonal")[0], 52), reference_ggn(case)
-    monkeypatch.setattr("laplace_sampling.linear_model.factored.PROBES", 3)  # fewer than four outputs
+    monkeypatch.setattr("laplace_sampling.curvature.closed_form.PROBES", 3)  # fewer than four outputs
     draws = torch.stack([dense(factored_curvature("diagonal", ggn, seed), 52) for seed in range(150)])
     error = draws.std(0) / 150**0.5
     assert float(error.max()) > 0

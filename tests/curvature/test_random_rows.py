@@ -10,10 +10,10 @@ from cases import Case, make_case
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling.curvature.part import RandomRows
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.random_rows import RandomRows
 from laplace_sampling.solvers.operator import make_dense
 
 

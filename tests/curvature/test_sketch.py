@@ -10,16 +10,13 @@ from problems import make_prior
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling.curvature.kronecker import restored_curvature
+from laplace_sampling.curvature.low_rank import LowRank, Sketch
+from laplace_sampling.curvature.part import Growth, Part, RandomRows, bytes_of_rows, grow, rows_that_fit
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.kronecker import restored_curvature
-from laplace_sampling.linear_model.low_rank import LowRank
-from laplace_sampling.linear_model.random_rows import RandomRows
-from laplace_sampling.linear_model.sketch import Sketch
-from laplace_sampling.linear_model.sketch_growth import Growth, bytes_of_rows, grow, rows_that_fit
-from laplace_sampling.linear_model.sketch_sampler import Part
 from laplace_sampling.solvers.operator import Congruent, make_dense
 
 P = 30
