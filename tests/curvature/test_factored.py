@@ -21,7 +21,7 @@ from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
-from laplace_sampling.methods.closed_form import Curvature as FactoredMethod
+from laplace_sampling.methods.closed_form import Factored as FactoredMethod
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Curvature
