@@ -37,6 +37,7 @@ from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.solvers.dense_curvature import DenseCurvature
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.recorded import recorded
 
@@ -45,10 +46,6 @@ from laplace_sampling.solvers.recorded import recorded
 # too, at twice the CNN has none and its fit takes an epoch and a half more; log losses, each at the precision that its
 # own curvature chooses, change by 0.001 and by 0.0001.
 _MOST_WEIGHTS = 1500
-
-
-# Numbers of matrices `B_i` in memory at once, 32 MiB. It bounds memory, and is not tuned.
-_NUMBERS = 2**22
 
 
 def head_curvature(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Curvature:
@@ -216,7 +213,7 @@ def inputs_and_blocks(
     features, layer = ggn.features, head_of(ggn.features)
     assert isinstance(features, NetworkFeatures)
     assert layer is not None
-    most = max(1, _NUMBERS // features.num_outputs**2)
+    most = max(1, NUMBERS_TOGETHER // features.num_outputs**2)
     for chunk in (part for batch in features.own_chunks() for part in batch.split(most)):
         f = ggn.outputs_of(chunk).double()
         rows = torch.eye(f.shape[1], dtype=f.dtype, device=f.device) if vectors is None else vectors.T
@@ -266,10 +263,6 @@ def _in_flat_order(total: Float[Tensor, "C D C D"], index: Float[Tensor, "C D"])
     return total.reshape(len(order), len(order))[order][:, order]
 
 
-# Numbers of rotated rows in memory at once: 128 MiB. It bounds memory, and is not tuned.
-_NUMBERS = 2**24
-
-
 def has_head_covariances(curvature: Curvature) -> bool:
     """Whether `head_covariances` is for a curvature."""
     if not isinstance(curvature, Kronecker):
@@ -301,7 +294,7 @@ def head_covariances(
         return _of_block(curvature.blocks[0], h, scales, shifts)
     assert isinstance(curvature, DenseCurvature)
     vectors = curvature.vectors[layer.index] * scales[..., None]
-    most = max(1, _NUMBERS // (len(vectors) * vectors.shape[-1]))
+    most = max(1, NUMBERS_TOGETHER // (len(vectors) * vectors.shape[-1]))
     return torch.cat([_of_rows(part, vectors, curvature.spectrum, shifts) for part in h.split(most)], 1)
 
 
@@ -325,7 +318,7 @@ def _of_rows(h: Tensor, vectors: Float[Tensor, "C D P"], eigenvalues: Tensor, sh
 def _of_block(block: KroneckerBlock, h: Tensor, scales: Float[Tensor, "C D"], shifts: Tensor) -> Tensor:
     if block.index.shape[1] == 1:
         inverse, variances = 1 / (block.eigenvalues[:, 0] + shifts[:, None, None]), []
-        for part in h.split(max(1, _NUMBERS // scales.numel())):
+        for part in h.split(max(1, NUMBERS_TOGETHER // scales.numel())):
             squares = ((part * scales[:, None]) @ block.U_A).square()
             variances.append(torch.einsum("cne,ace->anc", squares, inverse))
         return torch.diag_embed(torch.cat(variances, 1))

@@ -41,11 +41,9 @@ from laplace_sampling.networks.layers import Layer, LayerRun, Pair, layers_of
 from laplace_sampling.networks.subnetwork import Subnetwork
 from laplace_sampling.solvers.dense_curvature import DenseCurvature
 from laplace_sampling.solvers.lapack import eigenvectors
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature, Jacobi
 from laplace_sampling.solvers.recorded import recorded
-
-# Numbers of the gradients `D_i` that are in memory at once.
-_NUMBERS = 2**22
 
 
 def partial_traces(pair: Pair) -> tuple[Float[Tensor, "q m m"], Float[Tensor, "q k k"]]:
@@ -92,7 +90,7 @@ def _summed(equation: str, left: Tensor, right: Tensor) -> Tensor:
 
 def _split(g: Tensor, a: Tensor) -> list[Pair]:
     """The data in parts whose gradients fit in memory."""
-    most = max(1, _NUMBERS // (g.shape[1] * g.shape[2] * a.shape[2]))
+    most = max(1, NUMBERS_TOGETHER // (g.shape[1] * g.shape[2] * a.shape[2]))
     return list(zip(g.split(most), a.split(most), strict=True))
 
 
@@ -102,10 +100,6 @@ CURVATURE = "curvature."
 
 # The tensors of a block, in the order of its arguments.
 _PARTS = ("index", "U_G", "U_A", "eigenvalues")
-
-
-# Numbers of rows that are turned together.
-_NUMBERS = 2**22
 
 
 # Added to the eigenvalues: one number, or one for each weight.
@@ -251,7 +245,7 @@ class Kronecker(Curvature):
     def covariances(self, rows: Float[Tensor, "n C P"], shifts: Float[Tensor, " A"]) -> Float[Tensor, "A n C C"]:
         """`φ_i (M̂ + s_a)⁻¹ φ_iᵀ`: rows are turned once, and products of their pairs serve all shifts."""
         # Elementwise products are as many numbers as there are pairs of outputs.
-        most = max(1, 2 * _NUMBERS // max(1, rows[0].numel() * (rows.shape[1] + 1)))
+        most = max(1, 2 * NUMBERS_TOGETHER // max(1, rows[0].numel() * (rows.shape[1] + 1)))
         return torch.cat([self._covariances(part, shifts) for part in rows.split(most)], dim=1)
 
     def _covariances(self, rows: Tensor, shifts: Tensor) -> Tensor:

@@ -44,10 +44,8 @@ from torch import Tensor
 from laplace_sampling.linear_model.datum_rows import inner_products
 from laplace_sampling.solvers.lapack import symmetric_eigen
 from laplace_sampling.solvers.operator import Operator, row_products
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature
-
-# Columns whose squares are summed together. It changes memory only.
-_COLUMNS = 2048
 
 
 def errors_by_rank(eigenvalues: Float[Tensor, " m"], shift: float) -> Float[Tensor, " m"]:
@@ -139,7 +137,8 @@ class LowRank(Curvature):
         if scale is not None:
             return white.leverage(s)
         inner = 1 / (self._leading + s)
-        return torch.cat([inner @ columns.double().square() for columns in self.factor.split(_COLUMNS, 1)])
+        parts = self.factor.split(max(1, NUMBERS_TOGETHER // self.rank), 1)
+        return torch.cat([inner @ columns.double().square() for columns in parts])
 
     def eigenvalues(self) -> Tensor:
         """All eigenvalues, those that were cut off among them, and zeros."""
@@ -184,10 +183,6 @@ class LowRank(Curvature):
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "LowRank":
         """The inverse of `tensors`."""
         return cls(tensors["factor"], tensors["spectrum"], error=float(tensors["error"]))
-
-
-# Columns of rows that are copied to float64 together. It changes memory only.
-_COLUMNS = 2**14
 
 
 # The smallest correction, a floor where there are far fewer rows than directions that the data decide; and the steps
@@ -317,7 +312,7 @@ class Sketch:
         # `V_jᵀG` of the leading eigenvectors, a few columns at a time for copies in float64.
         of_rows = (self._eigen[1].flip(1)[:, :rank] * self.weights.sqrt()[:, None] / math.sqrt(c)).T.to(dtype)
         columns = []
-        for some in torch.arange(self.size, device=of_rows.device).split(_COLUMNS):
+        for some in torch.arange(self.size, device=of_rows.device).split(max(1, NUMBERS_TOGETHER // self.num_rows)):
             parts = zip(of_rows.split([len(rows) for rows in self.rows], 1), self.rows, strict=True)
             columns.append(sum(coefficients @ rows[:, some].to(dtype) for coefficients, rows in parts))
         error = math.sqrt(1 + float(values[rank]) / (c * shift)) - 1 if rank < len(values) else 0.0

@@ -41,6 +41,7 @@ from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.solver import Minimum, Objective, Solution
 
 # The part of the mean size that every row has besides its own: sizes are those of the curvature of the loss, and
@@ -51,10 +52,6 @@ _LEAST_SIZE = 0.1
 
 # Data whose rows are computed together, at most: temporary copies are of these only.
 _TOGETHER = 256
-
-
-# Priorities that are computed, or sorted out, together: no effect on the values.
-_PRIORITIES = 2**22
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class RandomRows:
         mean = float(sizes.mean(dtype=torch.float64))
         usable = mean > 0 and math.isfinite(mean)
         sizes = sizes.div_(mean).add_(_LEAST_SIZE) if usable else torch.ones_like(sizes)
-        for data in torch.arange(self.num_data).split(max(1, _PRIORITIES // self.num_outputs)):
+        for data in torch.arange(self.num_data).split(max(1, NUMBERS_TOGETHER // self.num_outputs)):
             sizes[data] = (sizes[data] / self._uniform(data)).to(sizes)
         return sizes.flatten()
 
@@ -109,7 +106,7 @@ class RandomRows:
         """The numbers `iC + k` of the first rows, in their order."""
         priorities = self._priorities
         largest = priorities[:0]
-        for some in priorities.split(max(_PRIORITIES, num_rows)):
+        for some in priorities.split(max(NUMBERS_TOGETHER, num_rows)):
             largest = torch.cat([largest, some])
             largest = largest.topk(min(num_rows, len(largest))).values
         # Those of equal priorities in the order of their numbers, so that a larger part begins with a smaller one.
@@ -172,10 +169,6 @@ NUM_PROBES = 256
 
 # Rows of the first part at most, whose double is the first that can be compared.
 _FIRST = 256
-
-
-# Rows whose sum of products is formed together, where they are not held.
-_TOGETHER = 1024
 
 
 # Parts of the memory for the probes, and for the rows that go through the network together.
@@ -335,8 +328,8 @@ class Growth:
         else:
             self._rows, self._products = [], None
             self._vjps += num_rows
-            starts = range(0, num_rows, _TOGETHER)
-            stops = (min(start + _TOGETHER, num_rows) for start in starts)
+            starts = range(0, num_rows, 4 * _TOGETHER)
+            stops = (min(start + 4 * _TOGETHER, num_rows) for start in starts)
             blocks = (self.sequence.rows(a, b, self._together).dense() for a, b in zip(starts, stops, strict=True))
         sampled, start = [], 0
 

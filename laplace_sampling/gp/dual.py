@@ -24,6 +24,7 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.operator import Operator
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Nystrom
 from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution
@@ -35,8 +36,6 @@ _SOLVES = 4
 _SAFETY = 0.1
 # The accuracy of the mode relative to that of samples: it is one row, so that accuracy is cheap.
 _MODE_ACCURACY = 0.01
-# Memory for a stack of vectors in weight space, in a product with many: 64 MiB.
-_STACK_BYTES = 2**26
 
 
 class WhitenedGram(Operator):
@@ -68,7 +67,7 @@ class WhitenedGram(Operator):
 
     def matmul(self, v: Float[Tensor, "K NC"], batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         # Few enough at a time for their stacks in weight space, which are larger by P/(N·C).
-        parts = v.split(max(1, int(_STACK_BYTES / (8 * self.ggn.size))))
+        parts = v.split(max(1, NUMBERS_TOGETHER // self.ggn.size))
         return torch.cat([_product(self.ggn, self.variance, part) for part in parts])
 
     def root_rows(self):

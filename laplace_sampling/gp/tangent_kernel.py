@@ -15,10 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.gp.linear_operators import LinearOperator, gpytorch
-from laplace_sampling.gp.tangent_operator import BLOCK, TangentKernelOperator, to_network
+from laplace_sampling.gp.tangent_operator import TangentKernelOperator, to_network
 from laplace_sampling.networks.consistency import check_consistency
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.checks import as_numbers, check_positive
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
 MEANS = ("network", "affine", "homogeneous")
 _SINGLE = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
@@ -184,10 +185,10 @@ class TangentKernel(gpytorch.kernels.Kernel):
         # A network has one batch axis: the inputs of several matrices go through it as one batch.
         pairs = [x.expand(*shape, *x.shape[-2:]).flatten(0, -3) for x in (x1, x2)]
         numbers = max(x1.shape[-2], x2.shape[-2]) * self.num_outputs_per_input(x1, x2) * self.network.num_parameters
-        if numbers > BLOCK:
+        if numbers > NUMBERS_TOGETHER:
             return torch.stack([self._of_inputs(a, b, diag) for a, b in zip(*pairs, strict=True)]).unflatten(0, shape)
         parts, variance = [], self._variance(x1)
-        for a, b in zip(*(x.split(BLOCK // numbers) for x in pairs), strict=True):
+        for a, b in zip(*(x.split(NUMBERS_TOGETHER // numbers) for x in pairs), strict=True):
             rows = self._rows(a)
             scaled, others = rows * variance, rows if self._same(a, b) else self._rows(b)
             parts.append((scaled * others).sum(-1) if diag else scaled @ others.mT)

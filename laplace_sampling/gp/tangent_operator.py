@@ -9,9 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.gp.linear_operators import IndexType, LinearOperator
 from laplace_sampling.networks.linearisation import Linearisation
-
-# Numbers of a block of rows of the Jacobian: a definition, 128 MiB in float32.
-BLOCK = 2**25
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
 
 class TangentKernelOperator(LinearOperator):
@@ -66,7 +64,7 @@ class TangentKernelOperator(LinearOperator):
         return self.network.jacobian(to_network(self.network, x), graph=self._graph(x)).flatten(0, 1).to(self.variance)
 
     def _pieces(self, x: Tensor) -> Sequence[Tensor]:
-        return x.split(max(1, BLOCK // (self.num_outputs * self.network.num_parameters)))
+        return x.split(max(1, NUMBERS_TOGETHER // (self.num_outputs * self.network.num_parameters)))
 
     def to_dense(self) -> Float[Tensor, "*B NC MC"]:
         """The matrix, from blocks of rows of the Jacobian; those of `X'` are computed for each block of `X`."""

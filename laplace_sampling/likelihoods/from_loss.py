@@ -11,12 +11,9 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.solvers.placement import normal
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER, normal
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-# Entries of Hessians in memory at once. For 10 and 100 outputs, half and twice as many change the time by at most 5 %.
-_HESSIAN_NUMBERS = 2**22
 
 
 def from_loss(loss: Loss, name: str = "custom") -> "LossLikelihood":
@@ -96,7 +93,7 @@ class LossLikelihood(Likelihood):
         if not len(y):
             return torch.zeros_like(u)
         # A root needs the whole Hessian `C × C` of each datum: a few data at a time.
-        parts = torch.arange(len(f)).split(max(1, _HESSIAN_NUMBERS // f.shape[-1] ** 2))
+        parts = torch.arange(len(f)).split(max(1, NUMBERS_TOGETHER // f.shape[-1] ** 2))
         roots = ((part, self._root(f[part].to(u), y[part], int(part[0]))) for part in parts)
         return torch.cat([torch.einsum("ncd,...nd->...nc", L, u[..., part, :]) for part, L in roots], dim=-2)
 

@@ -13,10 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.networks.layers import Outer
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.recorded import recorded
-
-# Columns that are copied to float64 together: half and twice change memory only.
-_COLUMNS = 2048
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,8 @@ class DatumRows:
     def squares(self) -> Float[Tensor, " n"]:
         """The squared norm of each row, in float64."""
         total = torch.zeros(len(self), dtype=torch.float64, device=self.formed.device)
-        for some in self.formed.split(_COLUMNS, 1):  # all of them in float64 would be as much memory again, twice
+        # All of them in float64 would be as much memory again, twice.
+        for some in self.formed.split(max(1, NUMBERS_TOGETHER // max(1, len(self.formed))), 1):
             total += some.double().square().sum(1)
         for _, g, a in self.outer:
             total = total + g.double().square().sum(1) * a.double().square().sum(1)
@@ -115,6 +114,7 @@ def inner_products(left: Float[Tensor, "n p"], right: Float[Tensor, "m p"]) -> F
     of `10⁻⁷` of the prior's variance, in a test 1 % of a posterior's that is 10⁻⁵ of it.
     """
     total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
-    for a, b in zip(left.split(_COLUMNS, 1), right.split(_COLUMNS, 1), strict=True):
+    width = max(1, NUMBERS_TOGETHER // max(1, len(left), len(right)))
+    for a, b in zip(left.split(width, 1), right.split(width, 1), strict=True):
         total.addmm_(a.double(), b.double().T)
     return total

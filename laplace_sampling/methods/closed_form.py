@@ -83,6 +83,7 @@ from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.dense_curvature import DenseCurvature
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.solver import Minimum, Solver
 
@@ -98,10 +99,6 @@ MOST_LOST = 0.015
 # standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions.md). With
 # half of it fits are repeated in float64 for ratios that are four times as large.
 _ROUNDINGS = 8
-
-
-# Columns of samples that are copied to float64 together: 4 MiB of 64 samples. It is not tuned.
-_COLUMNS = 2**13
 
 
 # Samples whose rounding is looked at.
@@ -908,7 +905,8 @@ def lost_by_rows(features: Features, ratio: float) -> float:
 def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> Float[Tensor, " K"]:
     """`ζᵀ diag(d) ζ` in float64, in blocks of columns that caches hold."""
     total = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
-    for part, weights in zip(samples.split(_COLUMNS, dim=1), diagonal.split(_COLUMNS), strict=True):
+    width = max(1, NUMBERS_TOGETHER // max(1, len(samples)))
+    for part, weights in zip(samples.split(width, dim=1), diagonal.split(width), strict=True):
         total += part.double().square() @ weights
     return total
 

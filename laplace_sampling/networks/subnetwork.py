@@ -13,13 +13,10 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.selection import unwrapped
 from laplace_sampling.networks.shell import Shell, real_shape
 from laplace_sampling.solvers.checks import as_numbers
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
 # For each parameter by name: a mask of its shape, or indices into its flattened elements.
 Elements = Mapping[str, Tensor | Sequence[int]]
-
-# Numbers that rows of the Jacobian in all elements of these parameters may have in memory together: 128 MiB in
-# float32. On LeNet with 256 images half and twice of it take the same time within 15 %, and half and twice the memory.
-_BLOCK = 2**25
 
 
 def of_some_weights(network: Linearisation) -> bool:
@@ -110,14 +107,14 @@ class Subnetwork(Linearisation):
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """As `Linearisation` does."""
-        rows = max(1, _BLOCK // self.whole.num_parameters)
+        rows = max(1, NUMBERS_TOGETHER // self.whole.num_parameters)
         parts = zip(split(x, rows), u.split(rows), strict=True)
         return torch.cat([self.whole.vjp_each(part, of_part)[:, self.index] for part, of_part in parts])
 
     def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
         """As `Linearisation` does."""
         outputs = self.evaluate(take(x, slice(1)))[0].numel()
-        rows = max(1, _BLOCK // (outputs * self.whole.num_parameters))
+        rows = max(1, NUMBERS_TOGETHER // (outputs * self.whole.num_parameters))
         return torch.cat([self.whole.jacobian(part, graph=graph)[..., self.index] for part in split(x, rows)])
 
     def on(self, shell: Shell) -> Self:

@@ -18,9 +18,8 @@ from torch import Tensor
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.labels import Labels
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
-# Numbers of deviations that are worked on at once: a definition, 1 MiB.
-_NUMBERS = 2**17
 # Standard deviation of the normal prior of `log τ`, which matters where data are few: docs/decisions.md has the trials.
 LOG_SCALE = 2.0
 # Held-out targets that are worth what the training data say of the noise.
@@ -154,7 +153,7 @@ def label_losses(
 def parts_of(deviations: Float[Tensor, "K N C"]) -> tuple[Tensor, ...]:
     """Split the indices of the data so that a part of the deviations fits in memory."""
     data = torch.arange(deviations.shape[1], device=deviations.device)
-    return data.split(max(1, _NUMBERS // max(1, deviations[:, :1].numel())))
+    return data.split(max(1, NUMBERS_TOGETHER // max(1, deviations[:, :1].numel())))
 
 
 def calibrate(

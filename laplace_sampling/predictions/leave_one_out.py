@@ -18,7 +18,7 @@ from torch import Tensor
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.solvers.placement import normal
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER, normal
 
 # The largest leverage of a datum in estimates from few samples, which reach one, where the prediction without the datum
 # diverges: half and twice its distance to one changed nothing on eight networks for digits.
@@ -26,8 +26,6 @@ MOST_LEVERAGE = 0.95
 # Draws of the function by which a likelihood that is not Gaussian is averaged, each with its opposite: other seeds
 # changed the scores of nine classifiers by a tenth of their standard error at most.
 _DRAWS = 256
-# Numbers of the draws in memory: a definition, 32 MiB.
-_NUMBERS = 2**22
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def left_out_log_probs(
     unweighted, y = likelihood.unweighted, likelihood.unweighted_targets(targets)
     log_probs = []
     white = normal(_DRAWS, rank, seed=seed, dtype=rows.dtype, device=rows.device, drawn_in=torch.float64)
-    for part in torch.arange(num, device=rows.device).split(max(1, _NUMBERS // (_DRAWS * size))):
+    for part in torch.arange(num, device=rows.device).split(max(1, NUMBERS_TOGETHER // (_DRAWS * size))):
         z = torch.einsum("km,nmc->knc", white, rows[part])
         log_probs.append(unweighted.mean_log_prob(torch.cat([mean[part] + z, mean[part] - z]), y[part.to(y.device)]))
     return torch.cat(log_probs)

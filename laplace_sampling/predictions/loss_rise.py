@@ -39,11 +39,10 @@ from laplace_sampling.predictions.selection import (
     search_cost,
     smallest_allowed,
 )
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
 # Draws of the function, each with its opposite, so that no term of first order is left.
 _DRAWS = 32
-# Numbers of the draws in memory, where a datum has many outputs.
-_NUMBERS = 2**24
 
 # The share of a bound that draws of the function at some data use, `[K, n, C]` and indices of the data.
 ShareUsed = Callable[[Tensor, Tensor], float]
@@ -140,7 +139,9 @@ class LossRise(Selection):
         if self.most is not None:
             return self.most
         num = int(0.3 * features.num_data / features.num_outputs)
-        return min(features.num_data, max(100, min(400, num)), max(1, _NUMBERS // (_DRAWS * features.num_outputs)))
+        return min(
+            features.num_data, max(100, min(400, num)), max(1, 4 * NUMBERS_TOGETHER // (_DRAWS * features.num_outputs))
+        )
 
     def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
         tried = 6 if rough else 3  # by bisection of a grid of 40, and near a known precision

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
+
 # Draws of the Bayesian bootstrap, or of the errors of evidences: probabilities are known to 0.005.
 _DRAWS = 10_000
-# Numbers of the weights of a bootstrap in memory.
-_NUMBERS = 2**22
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
 
     Example:
         >>> import torch
-        >>> from laplace_sampling import LinearisedLaplace, compare
+        >>> from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
+    from laplace_sampling import LinearisedLaplace, compare
         >>> x = torch.linspace(-1, 1, 40)[:, None]
         >>> models = {}
         >>> for name, slope in (("trained", 1.0), ("untrained", -1.0)):
@@ -214,7 +215,7 @@ def _bootstrap(values: Float[Tensor, "M n"]) -> Float[Tensor, " M"]:
     """How often each has the largest mean under random weights of the data (Rubin 1981, "The Bayesian bootstrap")."""
     generator = torch.Generator().manual_seed(0)
     wins, num = torch.zeros(len(values), dtype=torch.float64), values.shape[1]
-    for part in torch.arange(_DRAWS).split(max(1, _NUMBERS // num)):
+    for part in torch.arange(_DRAWS).split(max(1, NUMBERS_TOGETHER // num)):
         weights = torch.empty(len(part), num, dtype=torch.float64).exponential_(generator=generator)
         wins += (weights @ values.T).argmax(1).bincount(minlength=len(values))
     return wins / _DRAWS

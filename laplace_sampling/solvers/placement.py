@@ -9,6 +9,10 @@
 import torch
 from torch import Tensor
 
+# Numbers of a temporary tensor that is made at once, 32 MiB in float64; what is larger is made in parts. It bounds
+# memory, and changes results by rounding only.
+NUMBERS_TOGETHER = 2**22
+
 
 def chosen(indices: Tensor, mask: Tensor) -> Tensor:
     """The indices where a mask is true, on the CPU, wherever the mask is."""

@@ -260,7 +260,7 @@ def test_gradients_of_data_are_sums_over_places(
 ) -> None:
     """Wherever the data are; whether gradients are formed of few data at a time or of all."""
     if few:
-        monkeypatch.setattr("laplace_sampling.curvature.kronecker._NUMBERS", 20)
+        monkeypatch.setattr("laplace_sampling.curvature.kronecker.NUMBERS_TOGETHER", 20)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x = make().double().eval(), torch.randn(shape).double()
@@ -426,7 +426,7 @@ def test_a_congruence_is_the_diagonal_of_the_congruent_matrix(name: str) -> None
 
 @pytest.mark.parametrize("numbers", [1, 2**22])
 def test_covariances_for_many_shifts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laplace_sampling.curvature.kronecker._NUMBERS", numbers)
+    monkeypatch.setattr("laplace_sampling.curvature.kronecker.NUMBERS_TOGETHER", numbers)
     monkeypatch.setattr(kfac, "_DENSE", 0)
     case = make_case("conv_batch_norm")
     found = factored(case)

@@ -430,7 +430,7 @@ def test_matrices_of_a_batch_are_made_once_from_one_jacobian(monkeypatch: pytest
     assert len(calls) == 1
     # Where the rows of all do not fit in a block, or not those of one.
     for limit in (2 * 6 * 33, 5):
-        monkeypatch.setattr(tangent_kernel, "BLOCK", limit)
+        monkeypatch.setattr(tangent_kernel, "NUMBERS_TOGETHER", limit)
         assert_close(TangentKernel(case.model)(x, x + 0).to_dense(), K)
         assert_close(TangentKernel(case.model)(x, diag=True), K.diagonal(dim1=-2, dim2=-1))
 

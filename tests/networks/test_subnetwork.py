@@ -28,7 +28,7 @@ def random(*shape: int) -> Tensor:
 
 @covering(indirect=["case"], case=CASES, chunk_size=[1, 16])
 def test_products_are_those_of_some_columns_of_the_jacobian(case: Case, chunk_size: int, monkeypatch) -> None:
-    monkeypatch.setattr("laplace_sampling.networks.subnetwork._BLOCK", 50)
+    monkeypatch.setattr("laplace_sampling.networks.subnetwork.NUMBERS_TOGETHER", 50)
     masks, index = chosen(case)
     network = Subnetwork(case.model, masks, chunk_size=chunk_size)
     J = reference.jacobian(case.model, case.x)[..., index]

@@ -201,7 +201,7 @@ def test_problems_of_a_calibration() -> None:
 
 
 def test_parts_hold_no_more_numbers_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_NUMBERS", 8 * 3 * 5)
+    monkeypatch.setattr(calibration, "NUMBERS_TOGETHER", 8 * 3 * 5)
     assert [len(part) for part in calibration.parts_of(normal(8, 12, 3))] == [5, 5, 2]
     assert [len(part) for part in calibration.parts_of(normal(800, 2, 3))] == [1, 1]
 
@@ -211,6 +211,6 @@ def test_held_out_labels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     y, logits = overlapping(2.0)
     deviations = normal(8, len(y), 3, seed=5)
     whole = calibrate(Categorical(), y, logits, deviations)
-    monkeypatch.setattr(calibration, "_NUMBERS", 8 * 3 * 700)
+    monkeypatch.setattr(calibration, "NUMBERS_TOGETHER", 8 * 3 * 700)
     parts = calibrate(Categorical(), y, logits, deviations)
     assert (parts.scale, parts.temperature) == pytest.approx((whole.scale, whole.temperature), rel=1e-4)
