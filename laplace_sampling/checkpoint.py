@@ -33,7 +33,7 @@ from laplace_sampling.linear_model.priors.as_prior import recipe_of_prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods import recipe_of_method
 from laplace_sampling.methods.method import Fit
-from laplace_sampling.methods.problem import Memory, Problem
+from laplace_sampling.methods.problem import Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
@@ -183,7 +183,7 @@ class Checkpoint:
 
 def _memory_of(problem: Problem, network: Linearisation) -> tuple[float, int, int | None]:
     """Bytes that solvers may take by default, and data that go through the network together."""
-    return problem.memory_of(None).bytes, problem.features.batch_size, network.batching.max_rows
+    return problem.free_bytes, problem.features.batch_size, network.batching.max_rows
 
 
 def _with_memory(problem: Problem, network: Linearisation, free: float, rows: int, most: int | None) -> Problem:
@@ -191,12 +191,8 @@ def _with_memory(problem: Problem, network: Linearisation, free: float, rows: in
     features, network.batching.max_rows = copy.copy(problem.features), most
     features.batch_size = rows
 
-    def memory_of(max_memory: float | None) -> Memory:
-        memory = problem.memory_of(max_memory)
-        return memory if memory.given else replace(memory, bytes=free)
-
     tangent = replace(problem.tangent, model=replace(problem.tangent.model, features=features))
-    return replace(problem, tangent=tangent, memory_of=memory_of)
+    return replace(problem, tangent=tangent, free_bytes=free)
 
 
 def _comparable(value: Any) -> Any:

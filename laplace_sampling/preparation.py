@@ -15,7 +15,7 @@ from laplace_sampling.linear_model.cost import Cost, measure, rows_in_memory
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model_of
 from laplace_sampling.methods.method import Fit
-from laplace_sampling.methods.problem import Budget, Memory, Problem
+from laplace_sampling.methods.problem import Budget, Problem
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
@@ -146,13 +146,6 @@ def tangent_of(
 
 def problem_of(settings: Settings, network: Linearisation, tangent: TangentModel, progress: bool) -> Problem:
     """What is asked of the posterior of a tangent model."""
-    vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
-
-    default = _half_of_free(settings, network)  # asked once: it changes from moment to moment
-
-    def memory_of(max_memory: float | None) -> Memory:
-        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
-
     return Problem(
         tangent=tangent,
         family=settings.prior,
@@ -161,7 +154,7 @@ def problem_of(settings: Settings, network: Linearisation, tangent: TangentModel
         seed=settings.seed,
         dtype=network.dtype,
         progress=progress,
-        memory_of=memory_of,
+        free_bytes=_half_of_free(settings, network),
     )
 
 

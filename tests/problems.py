@@ -17,7 +17,7 @@ from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.problem import Memory, Problem
+from laplace_sampling.methods.problem import Problem
 from laplace_sampling.networks.linearisation import Linearisation
 
 PRIORS = {"isotropic": IsotropicPrior(), "g-prior": GPrior(), "layerwise": LayerwisePrior()}
@@ -133,9 +133,6 @@ def unsolved_problem(
     features = DenseFeatures(torch.zeros(1, outputs, 1).expand(num_data, outputs, size))
     model = SimpleNamespace(features=features, likelihood=likelihood or Gaussian(1.0))
 
-    def memory_of(given: float | None) -> Memory:
-        return Memory(max_memory if given is None else given, given is not None, 4 * size)
-
     return Problem(
         tangent=cast(TangentModel, SimpleNamespace(model=model, in_order=in_order, network=SimpleNamespace(shapes={}))),
         family=IsotropicPrior(),
@@ -144,6 +141,6 @@ def unsolved_problem(
         seed=0,
         dtype=features.dtype,
         progress=False,
-        memory_of=memory_of,
+        free_bytes=max_memory,
         in_observation_space=in_observation_space,
     )

@@ -320,7 +320,7 @@ class Problem:
         seed: of all draws.
         dtype: of samples and mode.
         progress: whether progress bars are shown.
-        memory_of: from `max_memory` of a method to the memory that it has.
+        free_bytes: half of the free memory, that of the process which has least.
         in_observation_space: whether the exact method may work on the Gram matrix.
         cost: of products, if it was measured.
         budget: what the fit may cost, and has cost.
@@ -335,7 +335,7 @@ class Problem:
     seed: int
     dtype: torch.dtype
     progress: bool
-    memory_of: Callable[[float | None], Memory]
+    free_bytes: float
     in_observation_space: bool = True
     cost: Cost | None = None
     budget: Budget = field(default_factory=Budget)
@@ -346,6 +346,11 @@ class Problem:
     def features(self) -> Features:
         """`Φ`, as the network gives it."""
         return self.tangent.model.features
+
+    def memory_of(self, max_memory: float | None) -> Memory:
+        """The memory of a method: what its `max_memory` says, by default half of what is free."""
+        vector = self.dtype.itemsize * self.features.size
+        return Memory(self.free_bytes if max_memory is None else max_memory, max_memory is not None, vector)
 
     @property
     def trained_weights(self) -> Float[Tensor, " P"]:

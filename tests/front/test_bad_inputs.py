@@ -153,7 +153,7 @@ for _name, (_words, _make) in {
     "all frozen": ("parameter", lambda: nn.Linear(2, 1).requires_grad_(False)),
     "scripted": ("torch.jit", lambda: torch.jit.script(nn.Linear(2, 1))),
     "on meta": ("meta", lambda: nn.Linear(2, 1, device="meta")),
-    "lazy": ("without weights", lambda: nn.LazyLinear(1)),
+    "lazy": ("run the model on a batch first", lambda: nn.LazyLinear(1)),
 }.items():
     add(f"LinearisedLaplace: model {_name}", _words, lambda make=_make: LinearisedLaplace(make(), "regression"))
 

@@ -77,7 +77,7 @@ def test_predictions_during_a_second_fit_are_those_of_the_first() -> None:
     def callback(_: object) -> None:
         found.append(la.predict(case.x).samples)
 
-    la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2), callback=callback, progress=False)
+    la.fit_hyperparameters(loader(case), callback=callback, progress=False)
     assert all(torch.equal(samples, expected) for samples in found)
     assert found
     assert not torch.equal(la.predict(case.x).samples, expected)

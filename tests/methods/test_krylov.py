@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, Evidence, Gaussian, IsotropicPrior, Krylov, LinearisedLaplace
-from laplace_sampling.methods import solves
+from laplace_sampling.methods import method, solves
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Nystrom
 

@@ -11,7 +11,7 @@ from flat_settings import laplace_of
 from problems import linear_problem
 from torch import Tensor, nn
 
-from laplace_sampling import SGD, ConvergenceWarning, Dual, Evidence, Exact, Krylov, Method, Stochastic
+from laplace_sampling import SGD, ConvergenceWarning, Data, Dual, Evidence, Exact, Krylov, Method, Stochastic
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.sampling import draw
 from laplace_sampling.methods.problem import Memory
@@ -26,8 +26,8 @@ def test_solvers_take_what_the_tolerance_asks() -> None:
     task = laplace_of(model, "regression", num_samples=4)
 
     def solver(method: Method, tolerance: float, vectors: int = 10**6) -> Any:
-        problem = prepare(task.settings, task.network, data, progress=False)
-        problem = replace(problem, memory_of=lambda _: Memory(8 * 21 * vectors, True, 8 * 21))
+        problem = prepare(task.settings, task.network, data, Data(), progress=False)
+        problem = replace(problem, free_bytes=8 * 21 * vectors)
         return method.make_solver(method.prepare(problem), tolerance, None)
 
     assert solver(Krylov(), 0.015).tolerance == BlockKrylov().tolerance

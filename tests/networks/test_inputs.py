@@ -187,7 +187,7 @@ def test_default_fits_take_a_stream_that_is_not_kept(likelihood: str) -> None:
 
 
 def test_a_stream_needs_its_length() -> None:
-    with pytest.raises(ValueError, match="`num_data=`"):
+    with pytest.raises(ValueError, match="Data\\(num_data="):
         fit(Stream())
     with pytest.raises(ValueError, match="num_data=12"):
         fit(Stream(), data=Data(num_data=12))
