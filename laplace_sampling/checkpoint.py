@@ -43,7 +43,6 @@ from laplace_sampling.solvers.recorded import recording
 Result = TypeVar("Result")
 FilePath = str | os.PathLike[str]
 
-_FORMAT = 3
 _DATA = "the training data, their order or their batches"
 _DIGEST = "sha256 "  # stands before the digest of a value that is long
 
@@ -245,6 +244,8 @@ class Results:
         ValueError: if it is damaged, or of something else.
     """
 
+    _FORMAT = 3
+
     def __init__(self, path: Path, head: dict[str, Any], products: dict[str, int], processes: Processes) -> None:
         self.path, self.products, self.processes = path, products, processes
         self._database: sqlite3.Connection | None = None
@@ -293,12 +294,12 @@ class Results:
                     database.execute("CREATE TABLE fit (head TEXT)")
                     database.execute("CREATE TABLE results (key TEXT PRIMARY KEY, value BLOB)")
                     database.execute("INSERT INTO fit VALUES (?)", [json.dumps(head)])
-                    database.execute(f"PRAGMA user_version = {_FORMAT}")
+                    database.execute(f"PRAGMA user_version = {self._FORMAT}")
                 database.execute("COMMIT")
                 found = database.execute("PRAGMA user_version").fetchone()[0]
-                if found != _FORMAT:
+                if found != self._FORMAT:
                     raise ValueError(
-                        f"`checkpoint=`: {self.path} has format {found}, but this version has {_FORMAT}: fit with the "
+                        f"`checkpoint=`: {self.path} has format {found}, but this version has {self._FORMAT}: fit with the "
                         "version that wrote it, or delete it."
                     )
                 head = json.loads(database.execute("SELECT head FROM fit").fetchone()[0])

@@ -35,13 +35,6 @@ from laplace_sampling.solvers.recorded import recorded
 _ENOUGH, _NUMBERS = 4096, 2**24
 # Training data that are enough to tell whether error bars are useless: a round number.
 _FEW = 256
-# Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
-_LEFT = 0.1
-# A network knows its data by heart if they determine more directions than this part of their number, and less than the
-# rest of that gain is left where each is predicted from the others. Of 44 small networks of noisy data (12 to 300 data)
-# these are eight of the nine whose intervals of 90 % contained less than 83 % of new data, and six of the 35 others.
-# With a half the ninth as well, and five more of the others; with nine tenths six of the nine, and four others.
-_BY_HEART = 0.75
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,15 @@ class OnTrainingData:
         some: which data.
         weights: `R^{-1/2}` of given noise variances, of all data.
     """
+
+    # Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
+    _LEFT = 0.1
+    # A network knows its data by heart if they determine more directions than this part of their number, and less than
+    # the rest of that gain is left where each is predicted from the others. Of 44 small networks of noisy data (12 to
+    # 300 data) these are eight of the nine whose intervals of 90 % contained less than 83 % of new data, and six of the
+    # 35 others. With a half the ninth as well, and five more of the others; with nine tenths six of the nine, and four
+    # others.
+    _BY_HEART = 0.75
 
     fit: Fit
     some: Tensor
@@ -130,7 +132,7 @@ class OnTrainingData:
             constant = _without_inputs(labels, likelihood.unweighted_targets(y), counts)
         else:
             return []
-        least = constant + _LEFT * (own - constant)
+        least = constant + self._LEFT * (own - constant)
         if own <= constant:
             return []
         if ours < least:
@@ -168,7 +170,7 @@ class OnTrainingData:
         y = fit.model.targets.reshape(left_out.mean.shape).to(left_out.mean)
         noise = (1 / likelihood.precision(left_out.mean)).expand(left_out.mean.shape)
         found = float(regression_log_probs(left_out, y, noise, 1.0)[self.some].mean())
-        if gamma <= _BY_HEART * numbers or found >= constant + (1 - _BY_HEART) * (own - constant):
+        if gamma <= self._BY_HEART * numbers or found >= constant + (1 - self._BY_HEART) * (own - constant):
             return None
         return f"{known}, and predicted from the others each has a log-likelihood of {found:.3g} on average"
 

@@ -185,11 +185,6 @@ class LowRank(Curvature):
         return cls(tensors["factor"], tensors["spectrum"], error=float(tensors["error"]))
 
 
-# The smallest correction, a floor where there are far fewer rows than directions that the data decide; and the steps
-# that find a correction to 10⁻¹¹, at half of them to 10⁻⁶.
-_LEAST_CORRECTION, _BISECTIONS = 1e-3, 40
-
-
 class Sketch:
     """`M̂ = Σ_j w_j g_j g_jᵀ` for some rows `g`.
 
@@ -207,6 +202,10 @@ class Sketch:
         change: the relative change of predicted standard deviations from half of the rows to these, if it is known.
         chance: `ρ` of the correction: one for independent rows, zero for none.
     """
+
+    # The smallest correction, a floor where there are far fewer rows than directions that the data decide; and the
+    # steps that find a correction to 10⁻¹¹, at half of them to 10⁻⁶.
+    _LEAST_CORRECTION, _BISECTIONS = 1e-3, 40
 
     def __init__(
         self,
@@ -341,8 +340,8 @@ class Sketch:
         """`c` at a shift; one without a correction."""
         if self.chance == 0:
             return 1.0
-        low, high = _LEAST_CORRECTION, 1.0
-        for _ in range(_BISECTIONS):
+        low, high = self._LEAST_CORRECTION, 1.0
+        for _ in range(self._BISECTIONS):
             c = math.sqrt(low * high)
             taken = float((self.spectrum / (self.spectrum + c * shift)).sum()) / self.num_rows
             low, high = (c, high) if c < 1 - self.chance * taken else (low, c)

@@ -44,12 +44,6 @@ from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.solver import Minimum, Objective, Solution
 
-# The part of the mean size that every row has besides its own: sizes are those of the curvature of the loss, and
-# features differ, too. With 1,000 rows of 10,000 images (Fashion-MNIST, a LeNet of 3,206 weights, three seeds) standard
-# deviations had an error of 6.8 %, at half 7.2 %, at twice 6.9 %, with all data alike 8.4 %.
-_LEAST_SIZE = 0.1
-
-
 # Data whose rows are computed together, at most: temporary copies are of these only.
 _TOGETHER = 256
 
@@ -65,6 +59,11 @@ class RandomRows:
         seed: of the order.
         stream: orders of other streams are independent.
     """
+
+    # The part of the mean size that every row has besides its own: sizes are those of the curvature of the loss, and
+    # features differ, too. With 1,000 rows of 10,000 images (Fashion-MNIST, a LeNet of 3,206 weights, three seeds)
+    # standard deviations had an error of 6.8 %, at half 7.2 %, at twice 6.9 %, with all data alike 8.4 %.
+    _LEAST_SIZE = 0.1
 
     ggn: GGN
     seed: int
@@ -97,7 +96,7 @@ class RandomRows:
         sizes = self.ggn.root_sizes().clamp_min(0)
         mean = float(sizes.mean(dtype=torch.float64))
         usable = mean > 0 and math.isfinite(mean)
-        sizes = sizes.div_(mean).add_(_LEAST_SIZE) if usable else torch.ones_like(sizes)
+        sizes = sizes.div_(mean).add_(self._LEAST_SIZE) if usable else torch.ones_like(sizes)
         for data in torch.arange(self.num_data).split(max(1, NUMBERS_TOGETHER // self.num_outputs)):
             sizes[data] = (sizes[data] / self._uniform(data)).to(sizes)
         return sizes.flatten()
@@ -376,20 +375,6 @@ def _difference(before: Tensor, after: Tensor) -> float:
     return float((old - new).norm() / new.norm().clamp_min(1e-300))
 
 
-# The error of half of a part, by what the other half changes: that, and the error of the whole, which was 0.29 to 0.62
-# of it (`grow`).
-_OF_HALF = 1.6
-
-
-# Eigenvectors that are left out change standard deviations by this part of the tolerance, or a few times as much at
-# inputs unlike the training data. With a third of it posteriors are a third larger.
-_CUT = 1 / 30
-
-
-# Eigenvectors that are kept at least where memory allows: fewer would save little, and are less accurate.
-_FEWEST = 64
-
-
 @dataclass
 class Part:
     """The part of the data that stands for all of them, in the scaled coordinates of a prior.
@@ -403,6 +388,15 @@ class Part:
         tolerance: of its change.
         num_samples: as many eigenvectors are kept at least, since they take no more memory than the samples.
     """
+
+    # The error of half of a part, by what the other half changes: that, and the error of the whole, which was 0.29 to
+    # 0.62 of it (`grow`).
+    _OF_HALF = 1.6
+    # Eigenvectors that are left out change standard deviations by this part of the tolerance, or a few times as much at
+    # inputs unlike the training data. With a third of it posteriors are a third larger.
+    _CUT = 1 / 30
+    # Eigenvectors that are kept at least where memory allows: fewer would save little, and are less accurate.
+    _FEWEST = 64
 
     growth: Growth
     sketch: Sketch
@@ -423,8 +417,8 @@ class Part:
             factor = 1.0
         sketch, alpha = self.sketch.times(factor), overall_precision(prior)
         spare = self.growth.spare_bytes
-        least = max(self.num_samples, min(_FEWEST, int(spare / (ggn.size * ggn.dtype.itemsize))))
-        limits = (_CUT * self.tolerance, self.tolerance, least, spare)
+        least = max(self.num_samples, min(self._FEWEST, int(spare / (ggn.size * ggn.dtype.itemsize))))
+        limits = (self._CUT * self.tolerance, self.tolerance, least, spare)
         if len(prior.names) > 1:
             return sketch.at(alpha).low_rank(prior.spread().double(), *limits)
         return sketch.low_rank(alpha, *limits)
@@ -466,7 +460,7 @@ class Part:
     def _enough(self) -> tuple[int, float]:
         """Rows, and how much they change standard deviations: half of those that are there if that was seen."""
         made, sketch = self.growth.made, self.sketch
-        off = _OF_HALF * sketch.change
+        off = self._OF_HALF * sketch.change
         if len(made) > 1 and sketch.num_rows < self.growth.sequence.most and off <= self.tolerance:
             return made[0].num_rows, off
         return sketch.num_rows, sketch.change

@@ -27,10 +27,6 @@ from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import Afford, Minimum, Solution, Solver, unlimited
 
-# The largest factor by which samples may move α in one step. From α off by 1e4 to 1e6, 500, 2,000 and
-# 1e9 take the same steps on the problems of `fixed_point`; 10 takes a tenth more.
-_FARTHEST = 1e3
-
 
 @dataclass(frozen=True)
 class EMResult:
@@ -129,6 +125,10 @@ class _Expectation:
 class _Iteration:
     """The state between steps of expectation maximisation."""
 
+    # The largest factor by which samples may move α in one step. From α off by 1e4 to 1e6, 500, 2,000 and
+    # 1e9 take the same steps on the problems of `fixed_point`; 10 takes a tenth more.
+    _FARTHEST = 1e3
+
     model: LinearModel
     prior: GaussianPrior
     draws: Draws
@@ -224,7 +224,9 @@ class _Iteration:
         updated = prior.mackay_precision(expectation.gamma, expectation.mode_norm, bounds)
         if not expectation.exact:
             # Samples at an α far from the end are too inaccurate to be trusted over a larger factor.
-            updated = torch.minimum(torch.maximum(updated, prior.precision / _FARTHEST), prior.precision * _FARTHEST)
+            updated = torch.minimum(
+                torch.maximum(updated, prior.precision / self._FARTHEST), prior.precision * self._FARTHEST
+            )
         return prior.with_precision(updated.clamp(*bounds))
 
     def _updated_likelihood(self, expectation: _Expectation) -> Likelihood:

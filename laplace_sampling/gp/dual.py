@@ -29,14 +29,6 @@ from laplace_sampling.solvers.preconditioners import Nystrom
 from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution
 
-# Solves at most, each from where the last one ended and to a smaller residual.
-_SOLVES = 4
-# The tolerance of the first solve relative to that of the error of the function: products of a few more iterations for
-# hyperparameters by EM that do not depend on how samples are grouped.
-_SAFETY = 0.1
-# The accuracy of the mode relative to that of samples: it is one row, so that accuracy is cheap.
-_MODE_ACCURACY = 0.01
-
 
 class WhitenedGram(Operator):
     """`S = LᵀΦA⁻¹ΦᵀL`, in float64, known by its products.
@@ -110,6 +102,14 @@ class DualCG(Sampler):
         held: a preconditioner that was made before; a product finds the factor by which `S` has changed since.
     """
 
+    # Solves at most, each from where the last one ended and to a smaller residual.
+    _SOLVES = 4
+    # The tolerance of the first solve relative to that of the error of the function: products of a few more iterations
+    # for hyperparameters by EM that do not depend on how samples are grouped.
+    _SAFETY = 0.1
+    # The accuracy of the mode relative to that of samples: it is one row, so that accuracy is cheap.
+    _MODE_ACCURACY = 0.01
+
     tolerance: float = 1e-3
     rank: int = 0
     max_iterations: int = 1000
@@ -157,7 +157,7 @@ class DualCG(Sampler):
         targets = ggn.likelihood.root_transpose(ggn.outputs, model.residuals(model.offset)[None], ggn.targets).flatten(
             1
         )
-        solver = replace(self, tolerance=min(1e-4, _MODE_ACCURACY * self.tolerance))
+        solver = replace(self, tolerance=min(1e-4, self._MODE_ACCURACY * self.tolerance))
         found = solver._solve(ggn, prior, targets, torch.zeros(1, ggn.size, dtype=torch.float64, device=ggn.device))
         converged = bool((found.error <= solver.tolerance).all())
         return Minimum(found.value, float(found.residual), found.passes, converged)
@@ -175,7 +175,7 @@ class DualCG(Sampler):
         start = forward(ggn, centre * scale) if bool(centre.any()) else torch.zeros_like(target)
         problem = Quadratic(S, torch.ones_like(target[0]), torch.zeros_like(target), target - start)
         # It stops by `‖r‖/2√(xᵀSx)`, of samples about half of the bound below, since `E xᵀSx` is `γ`.
-        x, passes, tolerance, solves = None, built + 0.5 * len(target), _SAFETY * self.tolerance, 0
+        x, passes, tolerance, solves = None, built + 0.5 * len(target), self._SAFETY * self.tolerance, 0
         while True:
             solution = CG(tolerance, self.max_iterations, preconditioner).solve(problem, x)
             x, solves = solution.value, solves + 1
@@ -184,7 +184,7 @@ class DualCG(Sampler):
             function = forward(ggn, value * scale)
             residual = target - x - function
             error = residual.norm(dim=1) / function.norm(dim=1).clamp_min(1e-300)
-            if bool((error <= self.tolerance).all()) or not solution.converged or solves == _SOLVES:
+            if bool((error <= self.tolerance).all()) or not solution.converged or solves == self._SOLVES:
                 relative = residual.norm(dim=1) / ((target - function).norm(dim=1) + x.norm(dim=1)).clamp_min(1e-300)
                 return _Solved(value, function, relative, error, passes)
             tolerance *= 0.5 * float(self.tolerance / error.max())

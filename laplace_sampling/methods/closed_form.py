@@ -105,33 +105,17 @@ _ROUNDINGS = 8
 _ROUNDED = 4
 
 
-# Of a mode that conjugate gradients find, as by dense algebra.
-_MODE_TOLERANCE = 1e-10
-
-
 _KINDS = ("kfac", "diagonal", "last_layer")
-
-
-# Gradients that Kronecker factors are from at least, where the budget pays for no more: see `BASIS_DATA`.
-_FEWEST_GRADIENTS = 250
 
 
 # Passes of the mode in five steps of EM, typically: 10 each by conjugate gradients.
 MODE_PASSES = 50
 
 
-# Tolerance of the mode in a search for the largest evidence, a definition; and in units of rounding: 100 were too few.
-_MODE_ACCURACY, _MODE_ROUNDINGS = 1e-6, 3000
-
-
 # Where no precision is known yet, a part of so many rows chooses one by the rule, at which larger ones are compared. On
 # 10,000 images of Fashion-MNIST and a network of 26,178 weights self-consistency gives 840, with half of them 770, with
 # twice 730.
 _PILOT = 512
-
-
-# Rows, or weights, of the largest matrix by default: its eigenvectors take about a minute.
-_MOST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +132,9 @@ class Factored(Method):
     Raises:
         ValueError: for another kind, or numbers below one.
     """
+
+    # Gradients that Kronecker factors are from at least, where the budget pays for no more: see `BASIS_DATA`.
+    _FEWEST_GRADIENTS = 250
 
     kind: str = "kfac"
     outputs: int | None = None
@@ -204,7 +191,7 @@ class Factored(Method):
             features = problem.features
             data = min(method.num_data, features.num_data)
             outputs = min(features.num_outputs, method._kronecker.num_outputs(data))
-            if data * outputs < 2 * _FEWEST_GRADIENTS:
+            if data * outputs < 2 * self._FEWEST_GRADIENTS:
                 break
             fewer = {"outputs": outputs // 2} if outputs > 1 else {"outputs": 1, "num_data": data // 2}
             method = replace(method, **fewer)
@@ -360,6 +347,10 @@ class FactoredFit(Fit):
 class Head(Factored):
     """The posterior of the weights of a linear last layer, `parameters="last_layer"`, in closed form."""
 
+    # Tolerance of the mode in a search for the largest evidence, a definition; and in units of rounding: 100 were too
+    # few.
+    _MODE_ACCURACY, _MODE_ROUNDINGS = 1e-6, 3000
+
     kind: str = "last_layer"
 
     def check(self, problem: Problem) -> None:
@@ -378,7 +369,9 @@ class Head(Factored):
         if not (has_path(task) and is_exact(task.ggn())):
             return super().tune_by_evidence(task, tuning)
         # The mode to rounding, nearly, as the other numbers are.
-        solver = self.make_solver(task, max(_MODE_ACCURACY, _MODE_ROUNDINGS * torch.finfo(task.dtype).eps), None)
+        solver = self.make_solver(
+            task, max(self._MODE_ACCURACY, self._MODE_ROUNDINGS * torch.finfo(task.dtype).eps), None
+        )
         return tuned_by_spectrum(task, tuning, solver, *_spectrum(task.scaled_ggn()))
 
     def fit_of(self, *parts: object) -> "HeadFit":
@@ -437,6 +430,9 @@ class Subset(Method):
             no more weights, whose matrix does not grow with them; fewer where the budget does not pay for these.
     """
 
+    # Rows, or weights, of the largest matrix by default: its eigenvectors take about a minute.
+    _MOST = 4096
+
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -449,7 +445,7 @@ class Subset(Method):
         of_all = features.num_data * features.num_outputs
         if self.max_rows is not None:
             return min(self.max_rows, of_all)
-        return of_all if features.size <= _MOST else min(_MOST, of_all)
+        return of_all if features.size <= self._MOST else min(self._MOST, of_all)
 
     @property
     def name(self) -> str:
@@ -689,6 +685,9 @@ class SubsetFit(FactoredFit):
 class Exact(Method):
     """Dense algebra in float64, for small problems: nothing is sampled but the samples."""
 
+    # Of a mode that conjugate gradients find, as by dense algebra.
+    _MODE_TOLERANCE = 1e-10
+
     @property
     def name(self) -> str:
         return "exact"
@@ -761,7 +760,7 @@ class Exact(Method):
         ):
             # Each step of Newton's method would accumulate another `M`: the one at the network's outputs is close to
             # all of them, so that a few passes are enough.
-            solver = CG(_MODE_TOLERANCE, preconditioner=task.scaled_ggn().dense())
+            solver = CG(self._MODE_TOLERANCE, preconditioner=task.scaled_ggn().dense())
         return super().mode(task, solver, tuned)
 
     def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:

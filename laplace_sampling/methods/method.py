@@ -64,15 +64,6 @@ from laplace_sampling.solvers.solver import Minimum, Solver, whitening
 # Relative differences of the two sides that say nothing: a search ends within its tolerance. The noise is known better,
 # from all observations. Standard errors of `γ` that say nothing.
 _OF_PRECISION, _OF_NOISE, _ERRORS = 0.25, 0.1, 4.0
-# How many unconverged rows a message names.
-_NAMED_ROWS = 8
-
-
-_ALL = 2**31  # more samples than anybody asks for
-
-
-# Vectors that EM holds of each sample that is not being solved for at the moment: its warm start, and room to move.
-_EM_STACKS = 2
 
 
 # Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve: see
@@ -233,6 +224,9 @@ class Fit:
         sampled: the samples that are kept; without them in what `LinearisedLaplace` holds.
         known_mode: the mode, if it was needed for the fit.
     """
+
+    # How many unconverged rows a message names.
+    _NAMED_ROWS = 8
 
     task: Task
     tuned: Tuned
@@ -502,7 +496,7 @@ class Fit:
         rows = (~(residuals <= tolerance)).nonzero()[:, 0].tolist()  # this counts NaN, too
         if not rows:
             return f"The samples have not converged, says the solver, though no residual is above {tolerance:.2g}."
-        named = ", ".join(map(str, rows[:_NAMED_ROWS])) + (", …" if len(rows) > _NAMED_ROWS else "")
+        named = ", ".join(map(str, rows[: self._NAMED_ROWS])) + (", …" if len(rows) > self._NAMED_ROWS else "")
         which = "all" if len(rows) == len(residuals) > 1 else f"{len(rows)} ({named})"
         return (
             f"The samples have not converged: residual {float(residuals.max()):.2g} at most, above the tolerance "
@@ -529,6 +523,10 @@ class Method(ABC):
     Raises:
         ValueError: for settings that are not possible.
     """
+
+    _ALL = 2**31  # more samples than anybody asks for
+    # Vectors that EM holds of each sample that is not being solved for at the moment: its warm start, and room to move.
+    _EM_STACKS = 2
 
     max_memory: float | None = None
     autocast: torch.dtype | None = None
@@ -691,14 +689,14 @@ class Method(ABC):
     def rows(self, memory: Memory, num_samples: int, held: float = 0) -> int:
         """Samples to solve for together, beside `held` vectors."""
         if not self.stacks:
-            return _ALL
+            return self._ALL
         room = memory.vectors - held - self.preconditioner_vectors(memory, num_samples)
         return max(1, int(room / self.stacks))
 
     def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
         """Samples of EM that memory holds, at most the wanted number."""
         room = memory.vectors - self.making_vectors(memory, num_samples) - self.stacks
-        return max(1, min(wanted, int(room / _EM_STACKS)))
+        return max(1, min(wanted, int(room / self._EM_STACKS)))
 
     def making_vectors(self, memory: Memory, num_samples: int) -> int:
         """Vectors that making the preconditioner takes."""
@@ -706,7 +704,7 @@ class Method(ABC):
 
     def em_rows(self, solver: Solver, memory: Memory, num_samples: int, in_em: int) -> int:
         """The samples of EM to solve for together: as many as memory holds beside what EM keeps of each."""
-        return min(in_em, self.rows(memory, num_samples, _EM_STACKS * in_em))
+        return min(in_em, self.rows(memory, num_samples, self._EM_STACKS * in_em))
 
     def tune_by_em(self, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
         """Hyperparameters by EM on samples, starting at those of the task."""

@@ -19,14 +19,6 @@ from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
 from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.solvers.solver import Solver
 
-# Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many data. It
-# is a round number in between; half or twice moves the choice by as much.
-_KRYLOV_DATA = 20_000
-# Passes of one vector that samples by solves take, typically. Without a budget, dense algebra that takes more than a
-# minute (10¹² operations) may take this many times as many operations as these, for the sake of exactness: counts are
-# good to a factor of two or so.
-_PASSES, _WORTH, _DEARER = 400, 1e12, 3.0
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -82,6 +74,14 @@ class Auto(Method):
     samples by solves, all correlations of a part of the data, Kronecker factors. `print` tells why.
     """
 
+    # Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many
+    # data. It is a round number in between; half or twice moves the choice by as much.
+    _KRYLOV_DATA = 20_000
+    # Passes of one vector that samples by solves take, typically. Without a budget, dense algebra that takes more than
+    # a minute (10¹² operations) may take this many times as many operations as these, for the sake of exactness: counts
+    # are good to a factor of two or so.
+    _PASSES, _WORTH, _DEARER = 400, 1e12, 3.0
+
     @property
     def name(self) -> str:
         return "auto"
@@ -99,7 +99,7 @@ class Auto(Method):
         exact = Candidate.of("exact", Exact(**self._shared), problem, cost)
         if problem.budget.epochs is None and exact.affordable and solves.affordable:
             dense = exact_operations(problem, space_of(problem), cost)
-            if dense > max(_WORTH, _DEARER * _PASSES * problem.features.num_data * cost.passes):
+            if dense > max(self._WORTH, self._DEARER * self._PASSES * problem.features.num_data * cost.passes):
                 exact = replace(exact, affordable=False, reason="many more operations than samples by solves")
         approximations = {
             "all correlations, part of the data": Subset(**self._shared),
@@ -111,7 +111,7 @@ class Auto(Method):
     def _solves(self, problem: Problem) -> Method:
         """The method that draws samples of the full covariance by solves."""
         features, memory = problem.features, problem.memory_of(self.max_memory)
-        if features.num_data > _KRYLOV_DATA and not problem.tangent.in_order:
+        if features.num_data > self._KRYLOV_DATA and not problem.tangent.in_order:
             return Stochastic(**self._shared).choose(problem).method
         krylov, dual = Krylov(**self._shared), Dual(**self._shared)
         if (

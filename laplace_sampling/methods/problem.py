@@ -31,10 +31,6 @@ _FREE = 1e10
 _DENSE = 3.0
 
 
-# The part of what is left that a search for hyperparameters may take: the rest is for the samples.
-_TUNING = 0.5
-
-
 def figure(number: float) -> str:
     """Two digits, or whole numbers from a hundred on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
@@ -86,6 +82,9 @@ class Budget:
     Attributes:
         refused: whether an iteration was not affordable.
     """
+
+    # The part of what is left that a search for hyperparameters may take: the rest is for the samples.
+    _TUNING = 0.5
 
     epochs: float | None = None
     cost: Cost | None = None
@@ -165,7 +164,7 @@ class Budget:
     def for_tuning(self) -> Afford:
         """Whether a search for hyperparameters affords some passes: half of what is left now is for the samples."""
         left = self.left
-        return partial(self.affords_passes, reserve=_TUNING * left if math.isfinite(left) else 0.0)
+        return partial(self.affords_passes, reserve=self._TUNING * left if math.isfinite(left) else 0.0)
 
     def add(self, operations: float = 0.0, dense: float = 0.0) -> None:
         """Count operations that are no products, and those of dense algebra."""

@@ -42,53 +42,19 @@ from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Minimum, Solver
 from laplace_sampling.solvers.svrg import SVRG
 
-# Products of each sample that a solve of many together takes, and the fewest with which it is worth having; passes of a
-# search for the largest evidence. Typical of the problems of `auto`; half and twice move where `auto` leaves solves.
-_PRODUCTS, _LEAST_PRODUCTS, _TUNING_PASSES = 5, 2, 80
-
-
-# The fewest vectors of a Krylov basis that are worth having. A linear layer of 9,003 weights with 16 samples and 500
-# vectors of memory takes 24 passes with a basis, at half the same; at twice there is none, and it takes 69.
-LEAST_BASIS = 64
-
-
-# Vectors alive for each vector of a Nyström preconditioner in the making, the peak of a fit in float32: at
-# half a fit that may take 100 vectors takes 139, at twice the rank is half and 82 passes replace 70. The largest rank
-# makes no difference to that fit at half and at twice; it bounds the cost of the decomposition.
-_NYSTROM_STACKS, _LARGEST_RANK, _BLOCK = 18, 256, 16
-
-
-# Of the modes of a search for the largest evidence, an error of the function that leaves `‖θ̄‖²` accurate enough.
-_MODE_ACCURACY = 2e-3
-
-
-# Vectors held for each of the rank of SVRG's preconditioner: four rows of data, their factor, and what a product needs.
-# Where a fit may take 100 vectors (a linear layer of 9,003 weights), 226 passes at 8, 276 at 4, as rows have less room
-# beside a higher rank, and 210 at 16; the peak is 107, 89 and 106 vectors.
-_SVRG_STACKS = 8
-
-
-# A preconditioner of a lower rank is not worth having: half or twice moves where `SGD` takes over by as much.
-_LEAST_RANK = 64
-
-
-# The part of its descents that plain mini-batches make from a warm start, of samples and of the mode.
-_WARM = 0.25
-
-
 # Observations up to which the whole Gram matrix is decomposed for the hyperparameters. It takes C/2 + N·C/4 products at
 # most, at 2,000 observations no more than the preconditioner (820) and five steps of EM (470) do, and 3 s of one core.
 _GRAM_ROWS = 2000
 
 
-# Rank of the preconditioner, whose vectors have `N·C` numbers, and the share of memory that it takes at most. For a
-# regression of 900 data 127 passes at 400 and at 800, which the decay of the kernel makes equal, and 202 at 200.
-_RANK, _SHARE = 400, 0.25
-
-
 @dataclass(frozen=True, kw_only=True)
 class Solves(Method):
     """A method whose samples a solver finds: give `name`, `make_solver` and `judge`."""
+
+    # Products of each sample that a solve of many together takes, and the fewest with which it is worth having; passes
+    # of a search for the largest evidence. Typical of the problems of `auto`; half and twice move where `auto` leaves
+    # solves.
+    _PRODUCTS, _LEAST_PRODUCTS, _TUNING_PASSES = 5, 2, 80
 
     def covariance_path(self, task: Task) -> CovariancePath:
         """Returns the path of a random part of the data, which is close enough to choose a precision by."""
@@ -97,15 +63,15 @@ class Solves(Method):
     def predicted(self, problem: Problem, cost: Cost) -> Estimate:
         # `u = Φᵀ L z` of each sample is a VJP; the evidence takes as much at the least number of products as at most.
         num_data, num_samples = problem.features.num_data, problem.num_samples
-        passes, tuning = num_data * cost.passes, _TUNING_PASSES if problem.by_evidence else 0
+        passes, tuning = num_data * cost.passes, self._TUNING_PASSES if problem.by_evidence else 0
 
         def operations(products: int) -> float:
             solves = num_samples * num_data * cost.vjp + (num_samples * products + tuning) * passes
             return solves + problem.of_rule(cost)
 
         memory = problem.memory_of(self.max_memory)
-        least = operations(_LEAST_PRODUCTS)
-        return Estimate(operations(_PRODUCTS), self.needs(problem) * memory.vector, least=least)
+        least = operations(self._LEAST_PRODUCTS)
+        return Estimate(operations(self._PRODUCTS), self.needs(problem) * memory.vector, least=least)
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         """The choice, or Kronecker factors if samples by solves would be hardly more than those of the prior."""
@@ -132,6 +98,16 @@ class Krylov(Solves):
     gradients with a Nyström preconditioner take its place.
     """
 
+    # The fewest vectors of a Krylov basis that are worth having. A linear layer of 9,003 weights with 16 samples and
+    # 500 vectors of memory takes 24 passes with a basis, at half the same; at twice there is none, and it takes 69.
+    LEAST_BASIS = 64
+    # Vectors alive for each vector of a Nyström preconditioner in the making, the peak of a fit in float32: at half a
+    # fit that may take 100 vectors takes 139, at twice the rank is half and 82 passes replace 70. The largest rank
+    # makes no difference to that fit at half and at twice; it bounds the cost of the decomposition.
+    _NYSTROM_STACKS, _LARGEST_RANK, _BLOCK = 18, 256, 16
+    # Of the modes of a search for the largest evidence, an error of the function that leaves `‖θ̄‖²` accurate enough.
+    _MODE_ACCURACY = 2e-3
+
     @property
     def name(self) -> str:
         return "krylov"
@@ -148,7 +124,7 @@ class Krylov(Solves):
 
     def short(self, memory: Memory, num_samples: int) -> bool:
         """Whether a Krylov basis worth having does not fit."""
-        return basis_that_fits(memory, num_samples) < LEAST_BASIS
+        return basis_that_fits(memory, num_samples) < self.LEAST_BASIS
 
     def remark(self, problem: Problem, memory: Memory) -> str:
         if not self.short(memory, problem.num_samples):
@@ -158,7 +134,7 @@ class Krylov(Solves):
     def _rank(self, memory: Memory, num_samples: int) -> int:
         """Rank of the Nyström preconditioner, at most; 0 for none."""
         room = memory.vectors - num_samples - self.stacks
-        rank = min(_LARGEST_RANK, int(memory.vectors / _NYSTROM_STACKS), int(room / 2))
+        rank = min(self._LARGEST_RANK, int(memory.vectors / self._NYSTROM_STACKS), int(room / 2))
         return rank if rank >= 4 else 0
 
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
@@ -180,7 +156,7 @@ class Krylov(Solves):
             return CG(error, preconditioner=earlier)
         preconditioner = Nystrom.of(
             task.scaled_ggn(),
-            block=min(_BLOCK, rank),
+            block=min(self._BLOCK, rank),
             max_rank=rank,
             shift=shift,
             num_rhs=task.num_samples,
@@ -214,8 +190,8 @@ class Krylov(Solves):
         traces = traces_of(task, accurate)
         if traces.full and not near(traces):
             return self.tune_by_em(task, tuning, solver)
-        modes = CG(_MODE_ACCURACY).within(task.budget.for_tuning)
-        return tuned_by_traces(task, tuning, traces, modes, ratio(traces), _MODE_ACCURACY, solver)
+        modes = CG(self._MODE_ACCURACY).within(task.budget.for_tuning)
+        return tuned_by_traces(task, tuning, traces, modes, ratio(traces), self._MODE_ACCURACY, solver)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, BlockKrylov | CG)
@@ -244,6 +220,15 @@ class Stochastic(Solves):
         solver: `SVRG(...)`, preconditioned mini-batches, which need memory and a few passes; or `SGD(...)`,
             plain ones. By default the first, where its preconditioner fits in memory and pays, counted in operations.
     """
+
+    # Vectors held for each of the rank of SVRG's preconditioner: four rows of data, their factor, and what a product
+    # needs. Where a fit may take 100 vectors (a linear layer of 9,003 weights), 226 passes at 8, 276 at 4, as rows have
+    # less room beside a higher rank, and 210 at 16; the peak is 107, 89 and 106 vectors.
+    _SVRG_STACKS = 8
+    # A preconditioner of a lower rank is not worth having: half or twice moves where `SGD` takes over by as much.
+    _LEAST_RANK = 64
+    # The part of its descents that plain mini-batches make from a warm start, of samples and of the mode.
+    _WARM = 0.25
 
     solver: SGD | SVRG | None = None
 
@@ -285,7 +270,7 @@ class Stochastic(Solves):
             return Choice(self, self)
         preconditioned = replace(self, solver=SVRG(seed=problem.seed))
         rank = preconditioned.rank(problem.memory_of(self.max_memory), problem.num_samples)
-        if rank >= _LEAST_RANK:
+        if rank >= self._LEAST_RANK:
             return Choice(preconditioned, self, f"as asked for, preconditioned by {rank} vectors")
         return Choice(replace(self, solver=SGD(seed=problem.seed)), self, "as asked for, without a preconditioner")
 
@@ -301,19 +286,19 @@ class Stochastic(Solves):
         """Rank of the preconditioner, at most."""
         largest = self.solver.max_rank if isinstance(self.solver, SVRG) else SVRG().max_rank
         room = memory.vectors - num_samples - self.stacks
-        return max(1, min(largest, int(room / _SVRG_STACKS)))
+        return max(1, min(largest, int(room / self._SVRG_STACKS)))
 
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
         return 0 if self.plain else self.rank(memory, num_samples)
 
     def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        return _SVRG_STACKS * self.preconditioner_vectors(memory, num_samples)
+        return self._SVRG_STACKS * self.preconditioner_vectors(memory, num_samples)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         settings = self.solver
         if isinstance(settings, SGD):
             asked = largest_error(tolerance, task.num_samples)
-            settings = settings if task.start is None else settings.shortened(_WARM)
+            settings = settings if task.start is None else settings.shortened(self._WARM)
             return replace(settings, tolerance=asked if settings.tolerance is None else settings.tolerance)
         assert isinstance(settings, SVRG)
         # Its tolerance is one of `ε²`, and judged by an estimate, which takes a third of `2τ`.
@@ -347,6 +332,10 @@ class Dual(Solves):
         max_iterations: of conjugate gradients, in each solve.
         accuracy: of the error of the function; by default what the `tolerance` of a fit needs.
     """
+
+    # Rank of the preconditioner, whose vectors have `N·C` numbers, and the share of memory that it takes at most. For a
+    # regression of 900 data 127 passes at 400 and at 800, which the decay of the kernel makes equal, and 202 at 200.
+    _RANK, _SHARE = 400, 0.25
 
     rank: int | None = None
     max_iterations: int = 1000
@@ -391,7 +380,7 @@ class Dual(Solves):
         from laplace_sampling.gp.dual import DualCG, WhitenedGram
 
         rows, ggn = task.model.num_observations, task.scaled_ggn()
-        held = max(1, min(_RANK, rows, int(_SHARE * task.memory.bytes / (8 * rows))))
+        held = max(1, min(self._RANK, rows, int(self._SHARE * task.memory.bytes / (8 * rows))))
         solver = DualCG(
             tolerance=min(2 * tolerance, 0.5) if self.accuracy is None else self.accuracy,
             rank=held if self.rank is None else self.rank,

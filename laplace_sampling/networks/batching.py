@@ -30,12 +30,6 @@ Forward = Callable[[Any], Tensor]
 # Vectors together under `vmap`. On a CPU it matters for networks of small tensors only: JVPs of the MLP take 1.2 and
 # 0.8, others the same within noise. Twice as many take twice the memory.
 DEFAULT_CHUNK = 16
-# Bytes of the largest tensor of a product that stay in the caches of a CPU. JVPs take 1.1 to 1.4 at half, and 0.8
-# (LeNet of 1998) to 1.6 (LeNet) at twice.
-_CACHED_BYTES = 12 * 2**20
-# The fewest vectors that are worth a forward pass of their own on a CPU. All take 0.93 to 1.08 both ways, within noise;
-# on a Xeon 8 JVPs of the ResNet took 6.6 gradients two by two, 5.2 four by four and 5.4 together.
-_FEWEST_VECTORS = 4
 # Beyond so many bytes of the largest tensor, pullbacks go one by one on a CPU: the forward pass is not repeated, and
 # torch's backward convolutions run vector by vector anyway. At half, pullbacks of the LeNet of 1998 and the U-Net, of
 # tensors of 1.1 MB, take 1.3; at twice, those of the ResNet, of 2.1 MB, take 1.1.
@@ -78,6 +72,13 @@ class Batching:
     Raises:
         ValueError: if `chunk_size` is not positive.
     """
+
+    # Bytes of the largest tensor of a product that stay in the caches of a CPU. JVPs take 1.1 to 1.4 at half, and 0.8
+    # (LeNet of 1998) to 1.6 (LeNet) at twice.
+    _CACHED_BYTES = 12 * 2**20
+    # The fewest vectors that are worth a forward pass of their own on a CPU. All take 0.93 to 1.08 both ways, within
+    # noise; on a Xeon 8 JVPs of the ResNet took 6.6 gradients two by two, 5.2 four by four and 5.4 together.
+    _FEWEST_VECTORS = 4
 
     def __init__(self, chunk_size: int = DEFAULT_CHUNK) -> None:
         if chunk_size < 1:
@@ -149,8 +150,8 @@ class Batching:
             device: of the network.
             largest: bytes of the largest tensor of a forward pass.
         """
-        fewest = min(_FEWEST_VECTORS, self.chunk_size) if device.type == "cpu" else self.chunk_size
-        most = min(max(int(_CACHED_BYTES / max(largest, 1)), fewest), 4 * self.chunk_size)
+        fewest = min(self._FEWEST_VECTORS, self.chunk_size) if device.type == "cpu" else self.chunk_size
+        most = min(max(int(self._CACHED_BYTES / max(largest, 1)), fewest), 4 * self.chunk_size)
         return -(-num // -(-num // most))
 
     def pullbacks_together(self, num: int, device: torch.device, largest: float) -> int:

@@ -40,10 +40,6 @@ from laplace_sampling.networks.shell import Shell
 from laplace_sampling.networks.solving import exclusive
 from laplace_sampling.solvers.placement import normal
 
-# Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
-_DATA_OF_THE_RUN = 2
-
-
 # Calls of modules -----------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +181,9 @@ class LastLayer(Linearisation):
         head: the innermost module that contains it and gives the outputs of the network, with its own weights; `None`
             where products take the whole network.
     """
+
+    # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
+    _DATA_OF_THE_RUN = 2
 
     jvp, vjp, ggn, vjp_each, jacobian = map(_by_head, ("jvp", "vjp", "ggn", "vjp_each", "jacobian"))
 
@@ -338,7 +337,7 @@ class LastLayer(Linearisation):
     @contextmanager
     def keep_inputs(self, data: TrainingData) -> Iterator[list[Any]]:
         """Finds the layer, and keeps the inputs of the head in calls inside, for `shortened`."""
-        few = data.inputs(torch.arange(min(_DATA_OF_THE_RUN, data.num_data)))
+        few = data.inputs(torch.arange(min(self._DATA_OF_THE_RUN, data.num_data)))
         free = math.inf if self.found else data.processes.least(free_memory(self.device))
         self.find(place(few, self.device, self.dtype), data.num_data, free)
         if self.head is None:
@@ -389,7 +388,7 @@ class LastLayer(Linearisation):
         if not num_rows(x):  # no data tell nothing of the layer
             return *self.evaluate(x), self, x
         if self._taken_over and not self.found:
-            self._taken_over, few = False, take(x, slice(_DATA_OF_THE_RUN))
+            self._taken_over, few = False, take(x, slice(self._DATA_OF_THE_RUN))
             calls, outputs, layout = self._run_recorded(few)
             if not layout.names:
                 self._take_head(few, calls, outputs, 0, 0.0)

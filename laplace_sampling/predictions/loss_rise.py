@@ -41,9 +41,6 @@ from laplace_sampling.predictions.selection import (
 )
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
-# Draws of the function, each with its opposite, so that no term of first order is left.
-_DRAWS = 32
-
 # The share of a bound that draws of the function at some data use, `[K, n, C]` and indices of the data.
 ShareUsed = Callable[[Tensor, Tensor], float]
 
@@ -124,6 +121,9 @@ class LossRise(Selection):
         most: how many data are looked at; by default a few hundred.
     """
 
+    # Draws of the function, each with its opposite, so that no term of first order is left.
+    _DRAWS = 32
+
     bound: LossBound
     in_order: bool = False
     most: int | None = None
@@ -140,13 +140,15 @@ class LossRise(Selection):
             return self.most
         num = int(0.3 * features.num_data / features.num_outputs)
         return min(
-            features.num_data, max(100, min(400, num)), max(1, 4 * NUMBERS_TOGETHER // (_DRAWS * features.num_outputs))
+            features.num_data,
+            max(100, min(400, num)),
+            max(1, 4 * NUMBERS_TOGETHER // (self._DRAWS * features.num_outputs)),
         )
 
     def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
         tried = 6 if rough else 3  # by bisection of a grid of 40, and near a known precision
         fixed = self.bound.num_vjps(features)
-        return search_cost(features, self.num_data(features), _DRAWS, tried, fixed_vjps=fixed)
+        return search_cost(features, self.num_data(features), self._DRAWS, tried, fixed_vjps=fixed)
 
     def select(
         self,
@@ -165,7 +167,7 @@ class LossRise(Selection):
         alphas = grid(path, features, bounds)
         alphas = alphas[: int((alphas > lowest).sum()) + 1]  # those that may be chosen, and the next below
         share_used, vjps = self._share_used(model, path.prior, seed)
-        draws = function_draws(path, features, alphas, Draws(_DRAWS, seed, Stream.LOSS_RISE))
+        draws = function_draws(path, features, alphas, Draws(self._DRAWS, seed, Stream.LOSS_RISE))
         share = cache(lambda index: share_used(draws(index), some))
         start = None if near is None else nearest(alphas, near)
         number = smallest_allowed(len(alphas), lambda index: share(index) <= 1, start)
@@ -175,7 +177,7 @@ class LossRise(Selection):
             "taken, and error bars are negligible. Pass `val_loader`, or look at the network's outputs on the training "
             "data."
         )
-        spent = search_cost(features, len(some), _DRAWS, share.cache_info().currsize, fixed_vjps=vjps)
+        spent = search_cost(features, len(some), self._DRAWS, share.cache_info().currsize, fixed_vjps=vjps)
         return Selected(
             alpha,
             model.likelihood,

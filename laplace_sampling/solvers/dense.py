@@ -10,10 +10,6 @@ from laplace_sampling.solvers.newton import newton
 from laplace_sampling.solvers.operator import HeldMatrix, Operator
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, relative_residual
 
-# Refinements of a solution by Woodbury's identity, each of which reduces its error by the condition times the unit of
-# rounding.
-_REFINEMENTS = 2
-
 
 @dataclass(frozen=True)
 class Dense(Solver):
@@ -53,6 +49,10 @@ class Factor:
         held: `M` as its operator holds it, if it does.
     """
 
+    # Refinements of a solution by Woodbury's identity, each of which reduces its error by the condition times the unit
+    # of rounding.
+    _REFINEMENTS = 2
+
     precision: Tensor
     factor: Tensor
     root: Tensor | None = None
@@ -89,7 +89,7 @@ class Factor:
             return torch.cholesky_solve(rhs.T, self.factor).T
         solution = self._by_woodbury(rhs)
         # Its two terms cancel where the data decide: what that has cost is solved for again.
-        for _ in range(_REFINEMENTS):
+        for _ in range(self._REFINEMENTS):
             solution = solution + self._by_woodbury(rhs - self.matmul(solution) - self.precision * solution)
         return solution
 

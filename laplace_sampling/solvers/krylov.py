@@ -28,13 +28,6 @@ from laplace_sampling.solvers.solver import (
     whiten,
 )
 
-# Without rounding, conjugate gradients end after `P` steps at most. So many times that is a bound on those that they
-# take with it: problems of 49 weights whose condition is between 1e9 and 1e13 take 2 to 4 times `P` in float64.
-_MOST_STEPS = 10
-# Passes of Newton's method for a mode, at most, and so many for each weight: ten steps that are exact, or more that are
-# not. The mode of a classifier of 83 weights takes 1,130 at `α = 1e-6`.
-_MODE_PASSES, _MODE_PASSES_OF_WEIGHT = 2000, 10
-
 
 @dataclass(frozen=True)
 class BlockKrylov(IterativeSolver):
@@ -119,6 +112,14 @@ class CG(IterativeSolver):
             have changed by a factor since it was made, as with the noise: one product finds the factor.
     """
 
+    # Without rounding, conjugate gradients end after `P` steps at most. So many times that is a bound on those that
+    # they take with it: problems of 49 weights whose condition is between 1e9 and 1e13 take 2 to 4 times `P` in
+    # float64.
+    _MOST_STEPS = 10
+    # Passes of Newton's method for a mode, at most, and so many for each weight: ten steps that are exact, or more that
+    # are not. The mode of a classifier of 83 weights takes 1,130 at `α = 1e-6`.
+    _MODE_PASSES, _MODE_PASSES_OF_WEIGHT = 2000, 10
+
     tolerance: float = 0.03
     max_iterations: int = 1000
     preconditioner: Preconditioner | None = None
@@ -144,7 +145,7 @@ class CG(IterativeSolver):
         rows = torch.arange(len(iterates.delta), device=operator.device)
         active = iterates.update_error(rows) > self.tolerance
         direction, rho = torch.zeros_like(iterates.residual), torch.ones_like(iterates.residual[:, :1])
-        for _ in range(min(self.max_iterations, _MOST_STEPS * operator.size)):
+        for _ in range(min(self.max_iterations, self._MOST_STEPS * operator.size)):
             _show(bar, int((~active).sum()))
             unsolved = rows[active]
             if len(unsolved) == 0 or not self.afford(len(unsolved)):
@@ -173,7 +174,7 @@ class CG(IterativeSolver):
             step = solver.solve(Quadratic(operator, precision, zero, gradient))
             return step.value, step.passes
 
-        most = min(_MODE_PASSES, _MODE_PASSES_OF_WEIGHT * init.shape[1])
+        most = min(self._MODE_PASSES, self._MODE_PASSES_OF_WEIGHT * init.shape[1])
         limits: dict[str, Any] = {"max_passes": most, "afford": self.afford}
         return newton(objective, init, direction, tolerance=self.tolerance, description=description, **limits)
 

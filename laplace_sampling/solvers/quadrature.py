@@ -10,10 +10,6 @@ from torch import Tensor
 
 from laplace_sampling.solvers.basis import Basis
 
-# Quadratures converge geometrically, at a rate that depends on the function; estimates of the rate are kept between
-# these bounds. On the problems of `evidence.fixed_point` half or twice the lower bound costs two percent more passes,
-# an upper one of 0.8 or 0.95 changes nothing.
-_RATES = (0.2, 0.9)
 # Below this length, relative, what a block has beyond the span of others is rounding.
 _DEPENDENT = 1e-8
 
@@ -33,6 +29,11 @@ class Quadrature:
             compression of `M`. For an operator monotone and concave `f`, as `λ/(λ + α)` and `log(1 + λ/α)`, the
             value lies between the two.
     """
+
+    # Quadratures converge geometrically, at a rate that depends on the function; estimates of the rate are kept between
+    # these bounds. On the problems of `evidence.fixed_point` half or twice the lower bound costs two percent more
+    # passes, an upper one of 0.8 or 0.95 changes nothing.
+    _RATES = (0.2, 0.9)
 
     nodes: Float[Tensor, " m"]
     weights: Float[Tensor, "R m"]
@@ -90,7 +91,7 @@ class Quadrature:
         if self.before is None or self.before.truncated is None:
             return last
         # The rest of a geometric series.
-        rate = (last / self.before._last_change(f)).abs().nan_to_num().clamp(*_RATES)
+        rate = (last / self.before._last_change(f)).abs().nan_to_num().clamp(*self._RATES)
         return last * rate / (1 - rate)
 
     def bound(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:

@@ -20,16 +20,9 @@ from laplace_sampling.solvers.solver import IterativeSolver, Minimum, Objective,
 Gradient = Callable[[Tensor, Tensor], Tensor]
 Batch = TypeVar("Batch")
 
-# The last step size of a decay, as a fraction of the first: the paper's (docs/equations.md).
-# Half and twice change the error on classifiers of 100 weights by less than one percent of it.
-_LAST_STEP = 1 / 330
 # Mini-batches whose gradients tell the scale of each row, and whether a warm start is better than none. With two or six
 # of them the error on classifiers of 100 weights changes by less than one percent of it.
 PROBES = 3
-# Parts of a descent, whose ends are kept by whoever records them.
-_PARTS = 10
-# The error of the function that 64 samples may have for standard deviations to 1.5 %.
-_TOLERANCE = 0.09
 
 
 @dataclass(frozen=True)
@@ -58,6 +51,14 @@ class SGD(IterativeSolver):
         finish_passes: full products for each row, at most, after the descent; 0 ends with the descent.
         seed: of the order of mini-batches.
     """
+
+    # The last step size of a decay, as a fraction of the first: the paper's (docs/equations.md).
+    # Half and twice change the error on classifiers of 100 weights by less than one percent of it.
+    _LAST_STEP = 1 / 330
+    # Parts of a descent, whose ends are kept by whoever records them.
+    _PARTS = 10
+    # The error of the function that 64 samples may have for standard deviations to 1.5 %.
+    _TOLERANCE = 0.09
 
     epochs: float = 10.0
     min_steps: int = 100
@@ -88,7 +89,7 @@ class SGD(IterativeSolver):
 
     @property
     def _tolerance(self) -> float:
-        return _TOLERANCE if self.tolerance is None else self.tolerance
+        return self._TOLERANCE if self.tolerance is None else self.tolerance
 
     @property
     def _finish(self) -> CG | None:
@@ -199,7 +200,7 @@ class SGD(IterativeSolver):
 
     def _step_sizes(self, first: float, steps: int, decay: bool) -> list[float]:
         # A constant step ends in a cloud around the minimum as wide as the noise of mini-batches; a decay shrinks it.
-        return [first * (1 - (1 - _LAST_STEP) * t / steps) if decay else first for t in range(steps)]
+        return [first * (1 - (1 - self._LAST_STEP) * t / steps) if decay else first for t in range(steps)]
 
     def _run(
         self,
@@ -212,7 +213,7 @@ class SGD(IterativeSolver):
     ) -> tuple[Tensor | None, int]:
         """One descent, `None` if it diverged, and the number of gradients that it took."""
         x, scale = first_iterate(gradient, start, list(islice(batches, PROBES)))
-        velocity, num_gradients, length = torch.zeros_like(x), 2 * PROBES, -(-len(step_sizes) // _PARTS)
+        velocity, num_gradients, length = torch.zeros_like(x), 2 * PROBES, -(-len(step_sizes) // self._PARTS)
         for first in range(0, len(step_sizes), length):
             sizes = step_sizes[first : first + length]
             some = list(islice(batches, len(sizes)))

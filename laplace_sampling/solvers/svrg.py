@@ -28,12 +28,6 @@ from laplace_sampling.solvers.solver import (
     whiten,
 )
 
-# A stage of at least so many steps, in units of `λ`, reduces the error more than its products would in conjugate
-# gradients. Half and twice have no effect on classifiers of 100 weights and 3,000 data.
-_STEPS_WORTH = 4.0
-# The number of earlier directions that a new one is made conjugate to. Half and twice change no number of passes on
-# classifiers of 100 weights with a preconditioner of rank 10 or 20, and the error by a quarter at most.
-_DIRECTIONS = 4
 # Indices and weights of data.
 Batch = tuple[Tensor, Tensor]
 
@@ -212,6 +206,13 @@ class _Descent:
     `snapshots` counts the full products, `seen` the data of mini-batches, and `passes` all that both took.
     """
 
+    # A stage of at least so many steps, in units of `λ`, reduces the error more than its products would in conjugate
+    # gradients. Half and twice have no effect on classifiers of 100 weights and 3,000 data.
+    _STEPS_WORTH = 4.0
+    # The number of earlier directions that a new one is made conjugate to. Half and twice change no number of passes on
+    # classifiers of 100 weights with a preconditioner of rank 10 or 20, and the error by a quarter at most.
+    _DIRECTIONS = 4
+
     def __init__(
         self,
         solver: SVRG,
@@ -298,14 +299,14 @@ class _Descent:
         for earlier, earlier_change in self.directions:
             share = _ratio(move, change, earlier, earlier_change, self.shift)
             move, change = move - share * earlier, change - share * earlier_change
-        self.directions = [*self.directions[1 - _DIRECTIONS :], (move, change)]
+        self.directions = [*self.directions[1 - self._DIRECTIONS :], (move, change)]
         length = _ratio(self.full, None, move, change, self.shift)
         self.delta = self.delta - length * move
         self._set_product(self.product - length * change)
 
     def _direction(self) -> tuple[Tensor, Tensor]:
         """A direction and its product with `M`."""
-        if self.steps >= _STEPS_WORTH * self.curvature:
+        if self.steps >= self._STEPS_WORTH * self.curvature:
             end = self._descend(_variance_reduced(self.operator, self.shift, self.delta, self.full))
             return end - self.delta, self.operator.matmul(self.problem.centre + end) - self.product
         move = -self.preconditioner.solve(self.full, self.shift)
