@@ -299,8 +299,8 @@ class Results:
                 found = database.execute("PRAGMA user_version").fetchone()[0]
                 if found != self._FORMAT:
                     raise ValueError(
-                        f"`checkpoint=`: {self.path} has format {found}, but this version has {self._FORMAT}: fit with the "
-                        "version that wrote it, or delete it."
+                        f"`checkpoint=`: {self.path} has format {found}, but this version has {self._FORMAT}: "
+                        "fit with the version that wrote it, or delete it."
                     )
                 head = json.loads(database.execute("SELECT head FROM fit").fetchone()[0])
             except BaseException:
