@@ -4,7 +4,7 @@ Four things are not as a Jacobian product needs them in torch:
 
 - Some layers have no forward derivative (fused attention, recurrent layers on oneDNN and cuDNN, fused weight
   normalisation, embedding bags), or two derivatives that are not the same. The functions of `elementary_layers` take
-  their places.
+  their places, also of `torch.cond` and its like.
 - Forward derivatives pass through `torch.no_grad()`, where reverse ones stop. Here both stop, else the two products
   would not be adjoint.
 - Reentrant checkpoints and the weights that a product gives to a module know nothing of each other: see
@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.networks.branches import QUESTIONS
 from laplace_sampling.networks.elementary_layers import (
+    CONTROL_FLOW,
     ELEMENTARY_LAYERS,
     BatchNormCall,
     group_norm,
@@ -136,6 +137,16 @@ def linear_inside(function: Callable[..., Tensor]) -> Iterator[None]:
 def _attention(*args: Any, **kwargs: Any) -> Any:
     with linear_inside(_linear):
         return F.multi_head_attention_forward(*args, **kwargs)
+
+
+def _composed(function: Callable) -> Callable:
+    """A function that calls others of the network, in which layers are replaced as well."""
+
+    def composed(*args: Any, **kwargs: Any) -> Any:
+        with ComposedLayers():
+            return function(*args, **kwargs)
+
+    return composed
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
@@ -263,6 +274,7 @@ _REPLACED: dict[Callable, Callable] = {
     **{func: bilinear(func) for func in _MATMULS},
     F.multi_head_attention_forward: _attention,
     **QUESTIONS,
+    **{operation: _composed(function) for operation, function in CONTROL_FLOW.items()},
     F.batch_norm: batch_norm,
     **dict.fromkeys((torch.batch_norm, torch.ops.aten.batch_norm.default), _torch_batch_norm),
 }

@@ -3,6 +3,7 @@
 Each function has the arguments of the one of torch whose place it takes; `ELEMENTARY_LAYERS` says which.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
 @contextmanager
@@ -243,13 +245,48 @@ def group_norm(
     return scaled if bias is None else scaled + bias.reshape(channels)
 
 
-def _no_derivative(name: str, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(
-        f"`torch.{name}` has no derivative that Jacobian products could take: write its branches or steps in Python."
-    )
+# Operations that call functions, as the Python that they stand for: torch lacks their derivatives (2.14) ------------
 
 
-# torch has none of control flow (2.14), or takes it for zero without an error.
-for _name in ("cond", "scan", "map_impl", "while_loop"):
-    if (_operation := getattr(torch.ops.higher_order, _name, None)) is not None:
-        ELEMENTARY_LAYERS[_operation] = partial(_no_derivative, _name)
+def _cond(pred: Tensor | bool, true_fn: Callable, false_fn: Callable, operands: Sequence[Any], **_: Any) -> Any:
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def _scan(
+    combine: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], more: Sequence[Any], **_: Any
+) -> list[Tensor]:
+    """What is carried at the end, and the other outputs of each step."""
+    carried, outputs = list(init), []
+    for parts in zip(*(x.unbind() for x in xs), strict=True):
+        results = combine(*carried, *parts, *more)
+        carried = list(results[: len(init)])
+        outputs.append(results[len(init) :])
+    return carried + [torch.stack(steps) for steps in zip(*outputs, strict=True)]
+
+
+def _map(function: Callable, xs: Sequence[Tensor], more: Sequence[Any], **_: Any) -> Any:
+    results = [function(*parts, *more) for parts in zip(*(x.unbind() for x in xs), strict=True)]
+    return tree_map(lambda *rows: torch.stack(rows), *results)
+
+
+def _while_loop(
+    goes_on: Callable, body: Callable, carried: Sequence[Any], more: Sequence[Any], **_: Any
+) -> tuple[Any, ...]:
+    while goes_on(*carried, *more):
+        carried = body(*carried, *more)
+    return tuple(carried)
+
+
+def _num_positional(function: Callable) -> int:
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+_FUNCTIONS = {"cond": _cond, "scan": _scan, "map_impl": _map, "while_loop": _while_loop}
+# Operations and what is called in their places, with the same arguments; `scan` has others in torch 2.6.
+CONTROL_FLOW: dict[Callable, Callable] = {
+    operation: function
+    for name, function in _FUNCTIONS.items()
+    if (operation := getattr(torch.ops.higher_order, name, None)) is not None
+    and _num_positional(operation.__call__) == _num_positional(function)
+}
