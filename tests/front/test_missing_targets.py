@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import LowRankMultivariateNormal
+from torch.testing import assert_close
 
 from laplace_sampling import (
     Categorical,
@@ -360,3 +362,17 @@ def test_labels_that_are_ignored_do_not_choose_the_criterion() -> None:
     for data in ((x, padded), (x[:25], y[:25])):
         with pytest.raises(ValueError, match="leave_one_out"):
             with_rows.fit_hyperparameters([data], criterion="leave_one_out", progress=False)
+
+
+def test_the_density_of_partly_missing_targets_is_that_of_the_others() -> None:
+    model, x, y = trained("regression", 3)
+    la = LinearisedLaplace(model, Gaussian(7.0), method="krylov", num_samples=5).fit([(x, y)], progress=False)
+    y, pred = with_some_missing(y), la.predict(x)
+    distribution = pred.distribution()
+    assert isinstance(distribution, LowRankMultivariateNormal)
+    for datum, density in enumerate(pred.log_prob(y)):
+        given = ~y[datum].isnan()
+        covariance = distribution.covariance_matrix[datum][given][:, given]
+        error = (y[datum] - pred.outputs[datum])[given]
+        expected = -0.5 * (error @ torch.linalg.solve(covariance, error) + torch.logdet(2 * torch.pi * covariance))
+        assert_close(density, expected)
