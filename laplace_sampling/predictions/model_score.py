@@ -117,7 +117,6 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
 
     Example:
         >>> import torch
-        >>> from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
     from laplace_sampling import LinearisedLaplace, compare
         >>> x = torch.linspace(-1, 1, 40)[:, None]
         >>> models = {}
