@@ -117,7 +117,7 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
 
     Example:
         >>> import torch
-    from laplace_sampling import LinearisedLaplace, compare
+        >>> from laplace_sampling import LinearisedLaplace, compare
         >>> x = torch.linspace(-1, 1, 40)[:, None]
         >>> models = {}
         >>> for name, slope in (("trained", 1.0), ("untrained", -1.0)):
