@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from laplace_sampling.held_out import HeldOut
+from laplace_sampling.hyperparameters.validation import check_finite
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.method import Fit
@@ -15,7 +16,6 @@ from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import covariance_of, predict
 from laplace_sampling.predictions.calibration import Calibration, calibrate, calibrate_regression
 from laplace_sampling.predictions.conformal import SplitConformal
-from laplace_sampling.predictions.validation import check_finite
 
 
 def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:

@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 
 from laplace_sampling.held_out import HeldOut
+from laplace_sampling.hyperparameters import rules, validation
+from laplace_sampling.hyperparameters.rules import LossBound, LossRise, SearchCost, Selection
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.methods.problem import Problem
-from laplace_sampling.predictions import left_out_labels, loss_rise, validation
 from laplace_sampling.predictions.calibration import labelled
-from laplace_sampling.predictions.loss_rise import LossBound, LossRise
-from laplace_sampling.predictions.selection import SearchCost, Selection
 from laplace_sampling.solvers.checks import check_whole
 
 # The part of the budget that a rule may take.
@@ -75,7 +74,7 @@ class Evidence(Criterion):
 class LeftOutLabels(Criterion):
     """The smallest precision at which error bars cost training labels no more than errors on left-out data warrant.
 
-    It is for one label a datum, of at most 100 classes with ten data each (`predictions.left_out_labels`).
+    It is for one label a datum, of at most 100 classes with ten data each (`hyperparameters.rules`).
     """
 
     name = "leave_one_out"
@@ -87,7 +86,7 @@ class LeftOutLabels(Criterion):
                 'training data for each class and at most a hundred classes: use "self_consistency", "evidence", or '
                 '"validation" with a `val_loader`.'
             )
-        return _loss_rise(left_out_labels.LeftOutLabels(), problem)
+        return _loss_rise(rules.LeftOutLabels(), problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ class SelfConsistency(Criterion):
                 '`criterion="self_consistency"` compares the loss with its curvature, which agree everywhere for a '
                 'Gaussian likelihood: use "evidence", or "validation" with a `val_loader`.'
             )
-        return _loss_rise(loss_rise.SelfConsistency(), problem)
+        return _loss_rise(rules.SelfConsistency(), problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +181,7 @@ def _default(problem: Problem, held_out: HeldOut | None) -> Criterion:
 
 def has_left_out_labels(problem: Problem) -> bool:
     model = problem.tangent.model
-    return left_out_labels.has_left_out_labels(model.likelihood, model.num_data, model.features.num_outputs)
+    return rules.has_left_out_labels(model.likelihood, model.num_data, model.features.num_outputs)
 
 
 def _loss_rise(bound: LossBound, problem: Problem) -> LossRise:

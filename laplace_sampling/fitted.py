@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.hyperparameters.curves import EvidencePath
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.method import Fit, Task

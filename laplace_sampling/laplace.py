@@ -14,13 +14,13 @@ from laplace_sampling.calibrated import calibrated, calibrated_by, split_conform
 from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.criterion import Criterion, Evidence, as_criterion, with_rule
 from laplace_sampling.data.training_data import Data
-from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
-from laplace_sampling.evidence.network_evidence import NetworkEvidence
-from laplace_sampling.evidence.step import Step, StopFit
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.files import File, arguments_of, posterior_of, read, state_of, write
 from laplace_sampling.fitted import Fitted, NotFittedError, evidence_of, leave_one_out_of, warmed, warn_of
 from laplace_sampling.held_out import HeldOut, check_calibration
+from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
+from laplace_sampling.hyperparameters.em import Step, StopFit
+from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -169,7 +169,7 @@ class LinearisedLaplace:
                 `Evidence(max_steps=20)`. `"auto"` is `"validation"` with a `val_loader`: `α` and a temperature, or the
                 noise, of the widest error bars that cost its data hardly anything; `"evidence"` for a regression and
                 several precisions, for factors of a regression the network's (`by_network_evidence`);
-                `"leave_one_out"` (`predictions.left_out_labels`) for one label a datum, of at most 100 classes with ten
+                `"leave_one_out"` (`hyperparameters.rules`) for one label a datum, of at most 100 classes with ten
                 data each; `"self_consistency"` for other labels, and counts; else evidence. The evidence of a
                 classification makes error bars too wide for certain networks; a `CalibrationWarning` says so.
             budget: training epochs, counted in operations, after which iterations stop; see `plan`. `None`: no limit.
@@ -597,7 +597,7 @@ class LinearisedLaplace:
         A datum without a target does not count, and one with some missing counts as one datum.
 
         - `"evidence"`: `log p(y)/N` by Laplace's approximation at the network's own weights and outputs, with the
-          precisions of prior and noise at their maximum (`evidence.network_evidence`). `log_marginal_likelihood()` is
+          precisions of prior and noise at their maximum. `log_marginal_likelihood()` is
           that of the linear model at its mode, which ranks networks less well.
         - `"loo"`: the mean of `log p(y_i | y_{−i})`, each datum predicted without it: around `f_i + V_i^{−i} ∂ℓ_i/∂f`,
           where a Newton step from the network's output `f_i` ends, with the covariance

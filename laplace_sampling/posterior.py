@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from laplace_sampling.curvature.kronecker import CURVATURE, restored_curvature
 from laplace_sampling.data.batches import storable
-from laplace_sampling.evidence.step import Step
+from laplace_sampling.hyperparameters.em import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.network_evidence import DECADES, best_network_evidence
+from laplace_sampling.hyperparameters.network_evidence import DECADES, best_network_evidence
 from laplace_sampling.linear_model.features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.method import Fit

@@ -21,10 +21,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import ModeCurve, interpolated, modes_along
-from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.gp.evidence import ROOT_TOLERANCE, HyperparameterBounds, Optimum, RegressionEvidence
 from laplace_sampling.gp.gram import KernelMatrix, cross_gram, gram, gram_blocks, transposed
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath
+from laplace_sampling.hyperparameters.curves import ModeCurve, interpolated, modes_along
+from laplace_sampling.hyperparameters.em import DampedSteps
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import Bounds, is_at_bound, mackay_root
@@ -32,7 +33,6 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, row_blocks
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
-from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import solve_, symmetric_eigen

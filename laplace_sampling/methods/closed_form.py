@@ -29,11 +29,13 @@ from laplace_sampling.curvature.head import head_block, head_matrix, head_of, he
 from laplace_sampling.curvature.kronecker import CURVATURE, Inverse
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows, grow
-from laplace_sampling.evidence.curves import EvidencePath, ModeCurve, Traces
-from laplace_sampling.evidence.network_evidence import ByNetworkEvidence
 from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.posterior import GramCovariance, GramPath, GramPosterior, of_largest_evidence
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, HeadPath
+from laplace_sampling.hyperparameters.curves import EvidencePath, ModeCurve, Traces
+from laplace_sampling.hyperparameters.network_evidence import ByNetworkEvidence
+from laplace_sampling.hyperparameters.rules import Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
@@ -69,7 +71,6 @@ from laplace_sampling.methods.problem import (
     space_of,
 )
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath, HeadPath
 from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.function_covariance import (
     DenseCovariance,
@@ -77,7 +78,6 @@ from laplace_sampling.predictions.function_covariance import (
     factored_covariance,
 )
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
-from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.dense_curvature import DenseCurvature

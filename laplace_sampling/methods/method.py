@@ -35,11 +35,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath, ModeCurve, Traces, knots, modes_along
-from laplace_sampling.evidence.em import EMResult, fit_em, noise_update
-from laplace_sampling.evidence.lanczos import krylov_traces
-from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath
+from laplace_sampling.hyperparameters.curves import EvidencePath, ModeCurve, Traces, knots, krylov_traces, modes_along
+from laplace_sampling.hyperparameters.em import EMResult, Step, fit_em, noise_update
+from laplace_sampling.hyperparameters.rules import Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import AtBounds, clamped, mackay_root
@@ -52,11 +52,9 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_pr
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start
 from laplace_sampling.predictions.calibration import Calibration, labelled
-from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.diagnosis import FEW_SAMPLES, Accuracy, Check
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_finite, check_positive
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.solver import Minimum, Solver, whitening

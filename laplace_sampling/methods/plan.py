@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from laplace_sampling.curvature.head import head_of
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.closed_form import Exact, Factored, Head, Subset
 from laplace_sampling.methods.method import Choice, Method, Task
 from laplace_sampling.methods.problem import Problem, counted_in, exact_operations, space_of
 from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
-from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.solvers.solver import Solver
 
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.hyperparameters.rules import Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
@@ -17,7 +18,6 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
 from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
-from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.solver import Afford
 
 # Floating-point operations that are never refused, a second or so: an epoch of a tiny network takes microseconds. At

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import ModeCurve, Traces
-from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.gp.dual import DualCG
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath
+from laplace_sampling.hyperparameters.curves import ModeCurve, Traces
+from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import clamped
@@ -34,7 +35,6 @@ from laplace_sampling.methods.method import (
     tuned_by_traces,
 )
 from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start, fits_in_observation_space
-from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.solvers.checks import check_positive, check_whole, refuse_class
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner

@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from laplace_sampling.data.batches import arguments, num_rows, place, read
 from laplace_sampling.data.sources import unpacking
 from laplace_sampling.data.training_data import Data
-from laplace_sampling.evidence.curves import MarginalLikelihood, Traces
-from laplace_sampling.evidence.em import noise_update
+from laplace_sampling.hyperparameters.covariance_path import FactoredPath
+from laplace_sampling.hyperparameters.curves import MarginalLikelihood, Traces
+from laplace_sampling.hyperparameters.em import noise_update
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
@@ -41,7 +42,6 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.networks.subnetwork import Subnetwork
-from laplace_sampling.predictions.covariance_path import FactoredPath
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_whole

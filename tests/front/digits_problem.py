@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling.__main__ import cnn, digits, train
-from laplace_sampling.evidence.em import EMResult, fit_em
+from laplace_sampling.hyperparameters.em import EMResult, fit_em
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures

@@ -11,10 +11,10 @@ from problems import make_prior
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.evidence.em import effective_dimension, fit_em, leverage_of
 from laplace_sampling.gp.dual import DualCG, WhitenedGram
 from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.posterior import of_largest_evidence
+from laplace_sampling.hyperparameters.em import effective_dimension, fit_em, leverage_of
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures

@@ -11,9 +11,9 @@ from problems import CLOSE, make_prior, many
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
+from laplace_sampling.hyperparameters.em import fit_em
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling import ConvergenceWarning, Evidence, LinearisedLaplace
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum
 from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
+from laplace_sampling.hyperparameters.em import fit_em
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures

@@ -127,7 +127,7 @@ def test_plan_and_rule_agree_on_what_the_rule_takes(
 ) -> None:
     monkeypatch.setattr(budgets, "_FREE", 0.0)
     # Samples of the weights, as of large networks.
-    monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_WEIGHTS", 100)
+    monkeypatch.setattr("laplace_sampling.hyperparameters.covariance_path._MOST_WEIGHTS", 100)
     model, data = image_problem()
     held_out = [(x.flip(0), y.flip(0)) for x, y in data[:2]] if validation else None
     la = LinearisedLaplace(model, "classification", num_samples=16, method=method)

@@ -21,7 +21,7 @@ ROOMS = (
     "linear_model",
     "curvature",
     "predictions",
-    "evidence",
+    "hyperparameters",
     "gp",
     "methods",
     "plots",

@@ -9,14 +9,14 @@ from grids import covering
 from torch import nn
 from torch.testing import assert_close
 
-from laplace_sampling.evidence.em import (
+from laplace_sampling.hyperparameters.em import (
+    Step,
     dimensions_by_output,
     effective_dimension,
     fit_em,
     leverage_of,
     noise_update,
 )
-from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures

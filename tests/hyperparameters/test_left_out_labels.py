@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from laplace_sampling.hyperparameters import rules
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.hyperparameters.rules import LeftOutLabels, LossRise, SelfConsistency, has_left_out_labels
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -17,10 +20,6 @@ from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import ungrouped
-from laplace_sampling.predictions import left_out_labels
-from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.left_out_labels import LeftOutLabels, has_left_out_labels
-from laplace_sampling.predictions.loss_rise import LossRise, SelfConsistency
 
 BOUNDS = (1e-8, 1e12)
 C, P = 3, 30
@@ -94,7 +93,7 @@ def refitted_errors(model: LinearModel, direction: Tensor) -> float:
 def test_errors_are_those_of_regressions_without_each_datum(likelihood: Likelihood) -> None:
     model, path = problem(likelihood, noise=0.3)
     direction = (
-        left_out_labels.Draws(1, 0, left_out_labels.Stream.LEFT_OUT_LABELS)
+        rules.Draws(1, 0, rules.Stream.LEFT_OUT_LABELS)
         .prior(model.features.num_outputs)[0]
         .double()
     )
@@ -158,11 +157,11 @@ def test_weights_count_and_ignored_labels_do_not() -> None:
 
 def test_sums_of_columns_keep_the_kernel_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = problem(num=12)
-    draws = left_out_labels.Draws
-    monkeypatch.setattr(left_out_labels, "Draws", lambda num, seed, stream: draws(num, 0, stream))
-    exact = left_out_labels._kernel(model.features, path.prior, torch.arange(12), 0)
+    draws = rules.Draws
+    monkeypatch.setattr(rules, "Draws", lambda num, seed, stream: draws(num, 0, stream))
+    exact = rules._kernel(model.features, path.prior, torch.arange(12), 0)
     some, runs = torch.arange(12), range(400)
-    found = torch.stack([left_out_labels._kernel(model.features, path.prior, some, s, 16) for s in runs])
+    found = torch.stack([rules._kernel(model.features, path.prior, some, s, 16) for s in runs])
     error = (found.mean(0) - exact) / (found.std(0) / 20)
     # 78 means of 400 within four standard errors each.
     assert float(error.abs().max()) < 4

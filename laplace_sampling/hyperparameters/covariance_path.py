@@ -1,4 +1,4 @@
-"""`CovariancePath`: the posterior covariance of the function for every prior precision, and draws of the function."""
+r"""`CovariancePath`: the posterior covariance of the function for every prior precision, and draws from it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,6 +20,8 @@ from laplace_sampling.solvers.recorded import recorded
 # With more outputs than this, draws of the function come from samples of the weights: `C` rows of the Jacobian of a
 # datum would cost more than its products with some samples.
 _MOST_OUTPUTS = 32
+
+
 # With more weights than this the samples are cheaper too, as rows would have to be turned into the eigenvectors of the
 # curvature: on 10,000 images a fit of LeNet (61,706 weights) took 17 s of processor time by rows, and 5 by 8 samples.
 _MOST_WEIGHTS, _SAMPLES = 2000, 8

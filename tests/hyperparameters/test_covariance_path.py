@@ -9,9 +9,9 @@ from problems import make_prior
 from torch.testing import assert_close
 
 from laplace_sampling.gp.posterior import GramPath, GramPosterior
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, function_draws
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import ScaledFeatures, SomeFeatures
-from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath, function_draws
 
 ALPHAS = torch.tensor([1e-3, 0.7, 40.0], dtype=torch.float64)
 
@@ -61,8 +61,8 @@ def test_draws_of_the_function_have_its_covariance_and_come_from_weights_if_outp
     path, few = path_of("weights", model, built), SomeFeatures(model.features, torch.arange(3))
     covariances, num = path.covariances(few, ALPHAS), 20_000
     for most in (32, 1):
-        monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_OUTPUTS", most)
-        monkeypatch.setattr("laplace_sampling.predictions.covariance_path._SAMPLES", num)
+        monkeypatch.setattr("laplace_sampling.hyperparameters.covariance_path._MOST_OUTPUTS", most)
+        monkeypatch.setattr("laplace_sampling.hyperparameters.covariance_path._SAMPLES", num)
         drawn = function_draws(path, few, ALPHAS, Draws(num, 0, 5))
         for index, covariance in enumerate(covariances):
             z = drawn(index)

@@ -17,6 +17,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath, function_draws
+from laplace_sampling.hyperparameters.rules import (
+    PER_DECADE,
+    SearchCost,
+    Selected,
+    Selection,
+    grid,
+    nearest,
+    search_cost,
+)
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, Bounds, clamped
@@ -31,16 +41,6 @@ from laplace_sampling.predictions.calibration import (
     calibrate,
     labelled,
     own_temperature,
-)
-from laplace_sampling.predictions.covariance_path import CovariancePath, function_draws
-from laplace_sampling.predictions.selection import (
-    PER_DECADE,
-    SearchCost,
-    Selected,
-    Selection,
-    grid,
-    nearest,
-    search_cost,
 )
 
 # Draws of the function for each datum, each with its opposite.
@@ -154,7 +154,7 @@ def _by_network_evidence(
 ) -> tuple[float, float]:
     """`α₀` of the grid and noise variance that the training data say, by the evidence of the network itself.
 
-    As in `evidence.network_evidence`: `α‖w̄‖² = γ` with `b = N·C/(Σ(y − f)² + ρ‖w̄‖²)`, `ρ = α/b`.
+    As in `hyperparameters.network_evidence`: `α‖w̄‖² = γ` with `b = N·C/(Σ(y − f)² + ρ‖w̄‖²)`, `ρ = α/b`.
     """
     num = model.num_observations
     squares = float(model.squared_errors(model.network_outputs).sum())

@@ -20,18 +20,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import MarginalLikelihood, Traces
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.hyperparameters.curves import MarginalLikelihood, Traces
+from laplace_sampling.hyperparameters.rules import SearchCost, Selected, Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.bounds import clamped, mackay_root
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.selection import SearchCost, Selected, Selection
 
 # Far beyond any precision, and an accuracy of `log α` at which the evidence, flat at its maximum, is exact.
 _BOUNDS, _ACCURACY = (1e-12, 1e15), 1e-6
+
+
 # How far from the precision of a fit traces are asked for, in decades, and how often they are made nearer to the best.
 DECADES, _RUNS = 1.0, 4
 

@@ -7,8 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling import Gaussian, LinearisedLaplace
-from laplace_sampling.evidence.curves import EvidencePath, Traces, interpolated, knots
-from laplace_sampling.evidence.lanczos import krylov_traces
+from laplace_sampling.hyperparameters.curves import EvidencePath, Traces, interpolated, knots, krylov_traces
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from laplace_sampling.evidence.damping import DampedSteps
+from laplace_sampling.hyperparameters.em import DampedSteps
 
 
 @pytest.mark.parametrize("slope", [-1.0, -1.8, -2.5])

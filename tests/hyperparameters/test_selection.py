@@ -11,6 +11,9 @@ from problems import make_prior
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
+from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, function_draws
+from laplace_sampling.hyperparameters.rules import LossRise, Selected, SelfConsistency, grid, smallest_allowed
+from laplace_sampling.hyperparameters.validation import Validation, _widest
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.weighted import weighted
 from laplace_sampling.linear_model.cost import Cost
@@ -19,10 +22,6 @@ from laplace_sampling.linear_model.features import DenseFeatures, SomeFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import ungrouped
 from laplace_sampling.predictions.calibration import Calibration, calibrate, own_temperature
-from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath, function_draws
-from laplace_sampling.predictions.loss_rise import LossRise, SelfConsistency
-from laplace_sampling.predictions.selection import Selected, grid, smallest_allowed
-from laplace_sampling.predictions.validation import Validation, _widest
 
 BOUNDS = (1e-8, 1e12)
 NOT_GAUSSIAN = ["classification", "binary", "multi_label", "poisson", "heteroscedastic", "segmentation", "from_loss"]
@@ -199,7 +198,7 @@ def test_a_grid_is_searched_by_bisection_or_near_a_start(start: int | None) -> N
 def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     confidence: float, samples: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_OUTPUTS", 1 if samples else 32)
+    monkeypatch.setattr("laplace_sampling.hyperparameters.covariance_path._MOST_OUTPUTS", 1 if samples else 32)
     model, path = problem("classification", confidence)
     rule = LossRise(SelfConsistency(1.5, 1e9))
     found = rule.select(model, path, BOUNDS, 0, 1e12)
@@ -230,7 +229,7 @@ def tempered(rule: Validation, deviations: Tensor, lowest: float) -> Calibration
 def test_held_out_labels_are_as_likely_from_coarse_to_fine_as_by_a_search_of_all_precisions(
     name: str, samples: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_OUTPUTS", 1 if samples else 32)
+    monkeypatch.setattr("laplace_sampling.hyperparameters.covariance_path._MOST_OUTPUTS", 1 if samples else 32)
     if name == "many":
         model, path, rule = many()
     else:
