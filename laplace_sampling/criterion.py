@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from laplace_sampling.arguments import check_whole
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.hyperparameters import rules, validation
 from laplace_sampling.hyperparameters.rules import LossBound, LossRise, SearchCost, Selection
@@ -14,7 +15,6 @@ from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.predictions.calibration import labelled
-from laplace_sampling.solvers.checks import check_whole
 
 # The part of the budget that a rule may take.
 _SHARE = 0.25

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.arguments import check_flag, check_positive, check_whole
 from laplace_sampling.calibrated import calibrated, calibrated_by, split_conformal
 from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.criterion import Criterion, Evidence, as_criterion, with_rule
@@ -44,7 +45,6 @@ from laplace_sampling.preparation import prepare, prepare_with_held_out, restore
 from laplace_sampling.production import module_of, predictions_of
 from laplace_sampling.scored import evidence_score, left_out_score
 from laplace_sampling.settings import Settings
-from laplace_sampling.solvers.checks import check_flag, check_positive, check_whole
 from laplace_sampling.solvers.recorded import unrecorded
 from laplace_sampling.solvers.solver import ConvergenceWarning
 

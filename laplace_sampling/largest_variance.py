@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.closed_form import FactoredFit
 from laplace_sampling.methods.method import Tuned
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
-from laplace_sampling.solvers.checks import check_whole
 
 _NO_DATA = Data()
 

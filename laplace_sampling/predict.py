@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.data import DataLoader, Dataset
 
+from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.data.batches import (
     Layout,
     as_tensors,
@@ -39,7 +40,6 @@ from laplace_sampling.predictions.function_covariance import (
     factored_covariance,
 )
 from laplace_sampling.predictions.prediction import Prediction, make_prediction
-from laplace_sampling.solvers.checks import check_positive, check_whole
 
 __all__ = ["check_options", "checked_inputs", "covariance_of", "predict", "samples_for"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_sampling.arguments import check_flag, check_positive
 from laplace_sampling.data.batches import split
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.held_out import HeldOut, check_calibration
@@ -20,7 +21,6 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.settings import Settings
-from laplace_sampling.solvers.checks import check_flag, check_positive
 
 # Bytes that activations of the network may take at least, where solvers may take less: small networks need no pieces.
 _LEAST_ACTIVATIONS = 2**26

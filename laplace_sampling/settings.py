@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -14,7 +15,6 @@ from laplace_sampling.methods import as_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset, linearise
-from laplace_sampling.solvers.checks import check_whole
 
 __all__ = ["Settings"]
 

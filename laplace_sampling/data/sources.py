@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.batches import as_tensors, batched, concatenate, digest, num_rows, take
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.random_state import private_loader
-from laplace_sampling.solvers.checks import check_whole
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 

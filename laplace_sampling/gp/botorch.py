@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.arguments import as_numbers, check_positive, check_whole
 from laplace_sampling.gp.evidence import Optimum, RegressionEvidence
 from laplace_sampling.gp.linear_operators import gpytorch
 from laplace_sampling.gp.tangent_kernel import TangentGP, TangentKernel, shape_inputs
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.solvers.checks import as_numbers, check_positive, check_whole
 from laplace_sampling.solvers.solver import ConvergenceWarning
 
 try:

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.arguments import as_numbers, check_positive
 from laplace_sampling.gp.linear_operators import LinearOperator, gpytorch
 from laplace_sampling.gp.tangent_operator import TangentKernelOperator, to_network
 from laplace_sampling.networks.consistency import check_consistency
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.solvers.checks import as_numbers, check_positive
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
 MEANS = ("network", "affine", "homogeneous")

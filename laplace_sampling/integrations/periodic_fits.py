@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.criterion import as_criterion
 from laplace_sampling.data.batches import batched, flattened, take
 from laplace_sampling.data.processes import Processes
@@ -26,7 +27,6 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.closed_form import Exact, Factored
 from laplace_sampling.methods.problem import Strict
 from laplace_sampling.settings import Settings
-from laplace_sampling.solvers.checks import check_positive, check_whole
 
 _log = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ except ImportError as error:  # pragma: no cover
         '`laplace_sampling.integrations.scikit_learn` needs scikit-learn: pip install "laplace_sampling[scikit_learn]"'
     ) from error
 
+from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.predictions.prediction import ClassificationPrediction, Prediction, RegressionPrediction
-from laplace_sampling.solvers.checks import check_positive, check_whole
 
 # What an estimator takes.
 Network = nn.Module | Callable[[int, int], nn.Module]

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from laplace_sampling.arguments import refuse_class
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -12,7 +13,6 @@ from laplace_sampling.likelihoods.heteroscedastic_gaussian import Heteroscedasti
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
-from laplace_sampling.solvers.checks import refuse_class
 
 # A new likelihood is a line here: users can then give its name, and saved files can hold it.
 LIKELIHOODS: dict[str, type[Likelihood]] = {

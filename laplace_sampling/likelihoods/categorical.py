@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.labels import Labels
-from laplace_sampling.solvers.checks import check_whole
 
 # With fewer classes than this, torch's softmax on a CPU does not fill a vector register and handles them one by one.
 # Timed on 50,000 rows in float32: 8 to 15 classes would take ten times as long with 8, 16 to 31 twice as long with 32.

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from laplace_sampling.arguments import as_numbers, check_flag
 from laplace_sampling.likelihoods.likelihood import DiagonalLikelihood, check_target_shape, residuals
 from laplace_sampling.likelihoods.measurement import Observation, check_observation
-from laplace_sampling.solvers.checks import as_numbers, check_flag
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.arguments import as_numbers
 from laplace_sampling.data.batches import Layout, batched, flattened, place
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
@@ -22,7 +23,6 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.consistency import check_consistency
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.solvers.checks import as_numbers
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from laplace_sampling.arguments import refuse_class
 from laplace_sampling.methods.closed_form import Exact, Factored, Head, Subset
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.plan import Auto
 from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
-from laplace_sampling.solvers.checks import refuse_class
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.svrg import SVRG
 

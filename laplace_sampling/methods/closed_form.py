@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.arguments import check_whole
 from laplace_sampling.curvature.closed_form import (
     PROBES,
     FactoredSampler,
@@ -78,7 +79,6 @@ from laplace_sampling.predictions.function_covariance import (
     factored_covariance,
 )
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
-from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.dense_curvature import DenseCurvature
 from laplace_sampling.solvers.krylov import CG
@@ -116,6 +116,12 @@ MODE_PASSES = 50
 # 10,000 images of Fashion-MNIST and a network of 26,178 weights self-consistency gives 840, with half of them 770, with
 # twice 730.
 _PILOT = 512
+
+
+def _leave_one_out(fit: Fit, covariance: FunctionCovariance) -> LeaveOneOut:
+    """Each training datum predicted from the others, by the posterior covariance of the function at the data."""
+    model, mode_outputs, outputs = fit.model, fit.mode.outputs.double(), fit.ggn.outputs.double()
+    return leave_one_out(model.likelihood, model.targets, mode_outputs, outputs, covariance.blocks())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,10 +412,7 @@ class HeadFit(FactoredFit):
     def leave_one_out(self) -> LeaveOneOut:
         if self.approximate:
             return super().leave_one_out()
-        covariance = self.covariance_at(self.model.features).blocks()
-        model = self.model
-        mode_outputs, outputs = self.mode.outputs.double(), self.ggn.outputs.double()
-        return leave_one_out(model.likelihood, model.targets, mode_outputs, outputs, covariance)
+        return _leave_one_out(self, self.covariance_at(self.model.features))
 
     def known_leave_one_out(self) -> LeaveOneOut | None:
         return None if self.approximate else self.leave_one_out()
@@ -856,10 +859,7 @@ class WeightSpaceFit(Fit):
         return self._factor
 
     def leave_one_out(self) -> LeaveOneOut:
-        model = self.model
-        covariance = DenseCovariance.of(model.features, self.prior, self._factor).blocks()
-        mode_outputs, outputs = self.mode.outputs.double(), self.ggn.outputs.double()
-        return leave_one_out(model.likelihood, model.targets, mode_outputs, outputs, covariance)
+        return _leave_one_out(self, DenseCovariance.of(self.model.features, self.prior, self._factor))
 
     def traces(self, decades: float) -> Traces:
         return Traces.of_eigenvalues(_eigenvalues(self.task.whitened_ggn()), self.alpha)

@@ -35,6 +35,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.arguments import check_finite, check_positive
 from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import EvidencePath, ModeCurve, Traces, knots, krylov_traces, modes_along
@@ -55,7 +56,6 @@ from laplace_sampling.predictions.calibration import Calibration, labelled
 from laplace_sampling.predictions.diagnosis import FEW_SAMPLES, Accuracy, Check
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.solvers.checks import check_finite, check_positive
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.solver import Minimum, Solver, whitening
 

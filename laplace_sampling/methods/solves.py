@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_sampling.arguments import check_positive, check_whole, refuse_class
 from laplace_sampling.gp.dual import DualCG
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import ModeCurve, Traces
@@ -35,7 +36,6 @@ from laplace_sampling.methods.method import (
     tuned_by_traces,
 )
 from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start, fits_in_observation_space
-from laplace_sampling.solvers.checks import check_positive, check_whole, refuse_class
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.sgd import SGD

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.arguments import as_numbers
 from laplace_sampling.data.batches import split, take
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.selection import unwrapped
 from laplace_sampling.networks.shell import Shell, real_shape
-from laplace_sampling.solvers.checks import as_numbers
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
 # For each parameter by name: a mask of its shape, or indices into its flattened elements.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laplace_sampling.arguments import as_numbers, check_whole
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.predictions.prediction import (
@@ -16,7 +17,6 @@ from laplace_sampling.predictions.prediction import (
     Prediction,
     RegressionPrediction,
 )
-from laplace_sampling.solvers.checks import as_numbers, check_whole
 
 Axes = Any  # of matplotlib, which may not be there
 Regression = RegressionPrediction | HeteroscedasticPrediction

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.solvers.checks import check_positive
+from laplace_sampling.arguments import check_positive
 
 # Units of rounding by which outputs may change between batches, relative to the largest of them. Networks of 1 to 8
 # layers of 10 to 2,000 units changed by 1 to 31; four times as many widen intervals by 3e-5 of that output in float32.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_sampling.solvers.checks import check_positive, check_whole
+from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.operator import Operator, largest_eigenvalue, tiny
 from laplace_sampling.solvers.progress import progress_bar

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from laplace_sampling.solvers.checks import check_positive, check_whole
+from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.solvers.operator import Congruent, Operator, largest_eigenvalue, tiny
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.progress import progress_bar

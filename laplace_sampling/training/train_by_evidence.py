@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.batches import arguments, num_rows, place, read
 from laplace_sampling.data.sources import unpacking
 from laplace_sampling.data.training_data import Data
@@ -44,7 +45,6 @@ from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.networks.subnetwork import Subnetwork
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
-from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.progress import progress_bar
 

@@ -92,11 +92,7 @@ def refitted_errors(model: LinearModel, direction: Tensor) -> float:
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
 def test_errors_are_those_of_regressions_without_each_datum(likelihood: Likelihood) -> None:
     model, path = problem(likelihood, noise=0.3)
-    direction = (
-        rules.Draws(1, 0, rules.Stream.LEFT_OUT_LABELS)
-        .prior(model.features.num_outputs)[0]
-        .double()
-    )
+    direction = rules.Draws(1, 0, rules.Stream.LEFT_OUT_LABELS).prior(model.features.num_outputs)[0].double()
     direction = direction - direction.mean() if len(direction) > 1 else direction
     wrong = refitted_errors(model, direction)
     assert 0.1 < wrong < 0.5

@@ -14,6 +14,7 @@ from tools.count_lines import circles
 
 # Lowest first; a room imports rooms before it only. What has no folder is the front.
 ROOMS = (
+    "arguments",
     "solvers",
     "data",
     "networks",
@@ -38,7 +39,7 @@ MODULES = {
 
 def room(module: str) -> str:
     first, _, rest = module.partition(".")
-    return first if rest else "front"
+    return first if rest or first == "arguments" else "front"
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from laplace_sampling import SGD
-from laplace_sampling.networks.resources import TensorBytes
-from laplace_sampling.solvers.checks import (
+from laplace_sampling.arguments import (
     as_numbers,
     check_finite,
     check_flag,
@@ -14,6 +13,7 @@ from laplace_sampling.solvers.checks import (
     check_whole,
     refuse_class,
 )
+from laplace_sampling.networks.resources import TensorBytes
 
 
 def test_whole_numbers() -> None:

@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+from laplace_sampling.arguments import refuse_class
 from laplace_sampling.linear_model.priors.prior import GPrior, IsotropicPrior, LayerwisePrior, Prior
-from laplace_sampling.solvers.checks import refuse_class
 
 # A new prior is a line here: users can then give its name, and saved files can hold it.
 PRIORS: dict[str, type[Prior]] = {

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.linear_model.draws import SeededNoise
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.recorded import recorded
 
 # Names of layers, and the number of the layer of each weight.
