@@ -194,7 +194,7 @@ class LinearisedLaplace:
         chosen = as_criterion(criterion)
         tuning = self._tuning(chosen, tolerance, callback)
         asked = {"criterion": tuning.criterion} if chosen is None else {"criterion": chosen.name, **asdict(chosen)}
-        asked |= {**vars(data), "budget": budget, "tolerance": tolerance, "warm_start": warm_start}
+        asked |= {**Data.fields(data), "budget": budget, "tolerance": tolerance, "warm_start": warm_start}
         with self._fitting(), Checkpoint(checkpoint, "fit_hyperparameters", asked) as kept:
             network = self.network.renewed()  # predictions meanwhile are those of the earlier fit
             # All data are read before anything is fitted.
@@ -230,7 +230,7 @@ class LinearisedLaplace:
         With `warm_start`, at those of the posterior that is there. Arguments are those of `fit_hyperparameters`.
         """
         check_positive("`fit(tolerance=...)`", tolerance)
-        asked = {**vars(data), "budget": budget, "tolerance": tolerance, "warm_start": warm_start}
+        asked = {**Data.fields(data), "budget": budget, "tolerance": tolerance, "warm_start": warm_start}
         with self._fitting(), Checkpoint(checkpoint, "fit", asked) as kept:
             network = self.network.renewed()
             problem = prepare(self.settings, network, loader, data, budget=budget, progress=progress)

@@ -140,7 +140,7 @@ def tangent_of(
         kind=settings.linear_model,
         observation=getattr(likelihood, "observe", None),
         processes=settings.processes,
-        **vars(data),
+        **Data.fields(data),
     )
 
 

@@ -53,6 +53,13 @@ class Data:
     unpack: Unpack | None = None
     num_data: int | None = None
 
+    @staticmethod
+    def fields(data: Any) -> dict[str, Any]:
+        """The fields of a `Data`; a `TypeError` says what else was given as `data=`."""
+        if not isinstance(data, Data):
+            raise TypeError(f"`data` must be a `Data`, such as `Data(weights=...)`, but is a {type(data).__name__}.")
+        return vars(data)
+
     def check(self, call: str, *names: str) -> None:
         """Raise a `ValueError` if anything but these is given, which a call has no use for."""
         if other := [name for name, value in vars(self).items() if value is not None and name not in names]:

@@ -96,8 +96,7 @@ MOST_LOST = 0.015
 
 
 # Error of a row in units of the rounding of a number: 2.4 for a LeNet and 4.5 for ConvNeXt-atto, whose predicted
-# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions.md). With
-# half of it fits are repeated in float64 for ratios that are four times as large.
+# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions.md).
 _ROUNDINGS = 8
 
 

@@ -155,3 +155,11 @@ def test_a_step_has_the_effective_dimension_of_its_own_precisions(kind: str, met
         same.fit(case.batches, progress=False)
         allowed = {"krylov": 0.02, "kfac": 0.3}.get(method, 1e-4)
         assert step.effective_dimension[0] == pytest.approx(float(same.effective_dimension_), rel=allowed)
+
+
+@pytest.mark.parametrize("call", ["fit", "fit_hyperparameters", "plan"])
+def test_data_that_are_no_data_end_in_a_sentence(call: str) -> None:
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression")
+    with pytest.raises(TypeError, match=r"`Data\(weights=...\)`, but is a dict"):
+        getattr(la, call)(case.batches, data={"weights": 1})
