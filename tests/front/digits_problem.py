@@ -5,14 +5,15 @@ mini-batch sees its part of `E` only, in place of `L′`.
 """
 
 import math
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.hyperparameters.em import EMResult, fit_em
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
@@ -25,6 +26,8 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
+
+DEMO = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "demo.py"))
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,14 @@ class Problem:
 
 
 def problem(num_train: int = 1400, noise: float = 0.0, num_test: int = 100) -> Problem:
-    data = digits(num_train, noise)
-    network = Linearisation(train(cnn, data, nn.CrossEntropyLoss(), 60, "digits"))
-    features = DenseFeatures(torch.cat([network.jacobian(x) for x in data.x.split(200)]))
-    f = network(data.x)
-    model = LinearModel(features, torch.zeros_like(f), f, data.y, Categorical())
-    return Problem(model, network.layers(), network.jacobian(data.x_test[:num_test]))
+    data, test_data = DEMO["digits"](num_train, noise)
+    with torch.random.fork_rng():
+        network = Linearisation(DEMO["trained"](data, 60))
+    x, y = data.tensors
+    features = DenseFeatures(torch.cat([network.jacobian(part) for part in x.split(200)]))
+    f = network(x)
+    model = LinearModel(features, torch.zeros_like(f), f, y, Categorical())
+    return Problem(model, network.layers(), network.jacobian(test_data.tensors[0][:num_test]))
 
 
 def exact(p: Problem, prior: GaussianPrior, draws: Draws) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from flat_settings import laplace_of
 from front.digits_problem import (
+    DEMO,
     Problem,
     dense_fixed_point,
     em,
@@ -15,8 +16,6 @@ from front.digits_problem import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling.__main__ import cnn
-from laplace_sampling.__main__ import digits as digits_data
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.solvers.krylov import BlockKrylov
 from laplace_sampling.solvers.sgd import SGD
@@ -94,13 +93,13 @@ def test_test_features_are_those_of_the_network(few_digits: Problem) -> None:
 
 
 def test_samples_do_not_depend_on_the_batch_size_of_the_loader() -> None:
-    data, samples = digits_data(300), {}
+    (x, y), samples = DEMO["digits"](300)[0].tensors, {}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = cnn().double().eval()
+        model = DEMO["cnn"]().double().eval()
     solver = SGD(epochs=1, min_steps=10, mode_epochs=1, tolerance=0.9)
     for size in (10, 64, 300):
-        loader = DataLoader(TensorDataset(data.x.double(), data.y), batch_size=size, shuffle=True)
+        loader = DataLoader(TensorDataset(x.double(), y), batch_size=size, shuffle=True)
         la = laplace_of(model, "classification", method="sgd", num_samples=2, solver=solver)
         samples[size] = la.fit(loader, progress=False).samples_
     for size in (10, 64):
