@@ -262,6 +262,8 @@ for _argument, _values in {
     "num_data": (12,),
 }.items():
     add_values("fit", _argument, _values, partial(fit_with, "fit", _argument))
+for _call in ("fit", "fit_hyperparameters", "plan"):
+    add(f"{_call}: data", "`Data(weights=...)`", lambda call=_call: getattr(la_of(), call)([(X, REAL)], data={"w": 1}))
 for _argument, _values in {
     "max_steps": (*NOT_WHOLE, 0),
     "num_samples": (*NOT_WHOLE, 0),

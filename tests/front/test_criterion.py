@@ -84,14 +84,6 @@ def test_both_spaces_of_the_exact_method_choose_the_same(monkeypatch) -> None:
         torch.testing.assert_close(found.predict(x).covariance(), other.predict(x).covariance(), rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.filterwarnings("ignore:`fit_hyperparameters` ended at one of:laplace_sampling.ConvergenceWarning")
-def test_several_precisions_take_the_evidence() -> None:
-    case = make_case("classification")
-    la = laplace_of(case.model, case.likelihood, prior="layerwise", method="exact", num_samples=8)
-    la.fit_hyperparameters(case.batches, criterion=Evidence(max_steps=500), progress=False)
-    assert fit_of(la).tuned.criterion == "evidence"
-
-
 def labelled_digits(num: int = 60) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
     """A network that is sure of the three classes of so many data."""
     generator = torch.Generator().manual_seed(0)
@@ -155,11 +147,3 @@ def test_a_step_has_the_effective_dimension_of_its_own_precisions(kind: str, met
         same.fit(case.batches, progress=False)
         allowed = {"krylov": 0.02, "kfac": 0.3}.get(method, 1e-4)
         assert step.effective_dimension[0] == pytest.approx(float(same.effective_dimension_), rel=allowed)
-
-
-@pytest.mark.parametrize("call", ["fit", "fit_hyperparameters", "plan"])
-def test_data_that_are_no_data_end_in_a_sentence(call: str) -> None:
-    case = make_case("regression")
-    la = LinearisedLaplace(case.model, "regression")
-    with pytest.raises(TypeError, match=r"`Data\(weights=...\)`, but is a dict"):
-        getattr(la, call)(case.batches, data={"weights": 1})

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from fuzz.dense import Dense, Whitened
 from fuzz.random_problems import Example, Problem, problem
-from fuzz.time_limit import time_limit
 from fuzz.tuned import dense_at, tuning_defects, with_factored_scale
 from scipy.optimize import minimize_scalar
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 
 import laplace_sampling
+from benchmarks.time_limit import time_limit
 from laplace_sampling import ConvergenceWarning, Evidence, LinearisedLaplace, NotFittedError
 
 __all__ = ["check"]
