@@ -175,7 +175,7 @@ class PeriodicFits:
             la, warm = self._at(model), self._first > 0
             processes = la.settings.processes
             criterion = as_criterion(self._options.get("criterion", "auto"))
-            held_out = val_loader if criterion is not None and criterion.name == "validation" else None
+            held_out = val_loader if criterion.name == "validation" else None
             # A later fit starts from the one before, and may take half of what the first one cost.
             budget = self.budget and Strict(self._first / 2 if warm else self.budget)
             with _buffers_of_first(la.network.source, processes):
