@@ -10,9 +10,8 @@ pytestmark = pytest.mark.slow
 
 def rows(shown: str) -> list[list[str]]:
     """The rows of a table that a command has printed."""
-    return [
-        line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("| ") and "---" not in line
-    ][1:]
+    lines = [line for line in shown.splitlines() if line.startswith("| ") and "---" not in line]
+    return [line.strip("| ").split(" | ") for line in lines[1:]]
 
 
 def test_comparison_and_its_page(tmp_path: Path) -> None:

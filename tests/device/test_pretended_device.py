@@ -10,7 +10,6 @@ from pretended_device import pretended_device
 from torch import Tensor
 
 # Functions of a tensor of the device, one of the CPU, both of three numbers, and the device.
-
 FORBIDDEN: dict[str, Callable[[Tensor, Tensor, torch.device], object]] = {
     "sum": lambda d, c, device: d + c,
     "product": lambda d, c, device: d @ c,

@@ -73,7 +73,7 @@ def test_a_regression_is_tuned_by_its_evidence_or_by_held_out_data() -> None:
     assert la.calibration_.scale == la.calibration_.noise == 1.0
 
 
-def test_both_spaces_of_the_exact_method_choose_the_same(monkeypatch) -> None:
+def test_both_spaces_of_the_exact_method_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("classification")
     found = tune(case, method="exact")
     monkeypatch.setattr("laplace_sampling.methods.closed_form.space_of", lambda problem: "weights")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import reference
 import torch
 from cases import make_case
 from problems import make_prior
@@ -41,9 +42,7 @@ def ratio_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 
     """The rise of the loss by its curvature and by many other draws."""
     likelihood, f, y = model.likelihood, model.network_outputs, model.targets
     (covariance,) = path.covariances(model.features, torch.tensor([alpha], dtype=torch.float64))
-    values, vectors = torch.linalg.eigh(covariance)
-    white = torch.randn(num, *f.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+    z = reference.normal(covariance, num, torch.Generator().manual_seed(1))
     rise = likelihood.loss(f + z, y) + likelihood.loss(f - z, y) - 2 * likelihood.loss(f, y)
     return float(rise.mean() / (z * likelihood.curvature(f, z, y)).sum(-1).mean())
 
@@ -115,9 +114,7 @@ def test_error_bars_cost_the_training_labels_no_more_than_a_part_of_the_loss(nam
     generator = torch.Generator().manual_seed(2)
     for factor, within in ((4.0, True), (1.0, None), (0.1, False)):
         (V,) = path.covariances(model.features, torch.tensor([factor * found], dtype=torch.float64))
-        values, vectors = torch.linalg.eigh(V)
-        white = torch.randn(4000, *f.shape, generator=generator, dtype=torch.float64)
-        z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+        z = reference.normal(V, 4000, generator)
         if name == "multi_label":
             logs = torch.where(y.bool(), (f + z).sigmoid(), (-f - z).sigmoid()).mean(0).log()
             alone = torch.where(y.bool(), f.sigmoid(), (-f).sigmoid()).log()
@@ -362,9 +359,7 @@ def test_held_out_labels_are_likeliest_at_the_precision_and_temperature() -> Non
     generator = torch.Generator().manual_seed(7)
     for alpha in (found.alpha * 30, found.alpha, found.alpha / 30):
         (V,) = path.covariances(model.features, torch.tensor([alpha], dtype=torch.float64))
-        values, vectors = torch.linalg.eigh(V)
-        white = torch.randn(2000, *rule.model.network_outputs.shape, generator=generator, dtype=torch.float64)
-        z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+        z = reference.normal(V, 2000, generator)
         for T in (0.7, 1.0, 1.5, 2.5, 4.0):
             probs = ((rule.model.network_outputs + z) / T).softmax(-1).mean(0)
             log_likelihood = float(probs[torch.arange(len(probs)), rule.model.targets].log().sum())
