@@ -141,9 +141,6 @@ class Krylov(Solves):
             return self._rank(memory, num_samples)
         return BASIS_STACKS * basis_that_fits(memory, num_samples)
 
-    def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        return self._rank(memory, num_samples) if self.short(memory, num_samples) else 0
-
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         error = _largest_error(tolerance)
         if not self.short(task.memory, task.num_samples):
@@ -289,9 +286,6 @@ class Stochastic(Solves):
 
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
         return 0 if self.plain else self.rank(memory, num_samples)
-
-    def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        return self._SVRG_STACKS * self.preconditioner_vectors(memory, num_samples)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         settings = self.solver
