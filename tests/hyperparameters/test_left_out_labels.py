@@ -187,7 +187,7 @@ def test_its_products_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeftOutLabels, "share_used", lambda *arguments: used)
     without = rule.select(model, path, BOUNDS, 0, 1e12)
     # A pass is a JVP and a VJP of all data.
-    assert found.passes - without.passes == pytest.approx(120 / 240, abs=1e-9)
+    assert found.history[0].passes - without.history[0].passes == pytest.approx(120 / 240, abs=1e-9)
 
 
 def test_no_precision_that_costs_so_little_takes_the_largest_and_says_so() -> None:

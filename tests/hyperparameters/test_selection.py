@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, function_draws
-from laplace_sampling.hyperparameters.rules import LossRise, Selected, SelfConsistency, grid, smallest_allowed
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters
+from laplace_sampling.hyperparameters.rules import LossRise, SelfConsistency, grid, smallest_allowed
 from laplace_sampling.hyperparameters.validation import Validation, _widest
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.weighted import weighted
@@ -46,7 +47,7 @@ def ratio_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 
     return float(rise.mean() / (z * likelihood.curvature(f, z, y)).sum(-1).mean())
 
 
-def select(model: LinearModel, path: CovariancePath, seed: int = 0, **settings: float) -> Selected:
+def select(model: LinearModel, path: CovariancePath, seed: int = 0, **settings: float) -> Hyperparameters:
     return LossRise(SelfConsistency(**{"most_ratio": 1.5, "most_lost": 1e9, **settings})).select(
         model, path, BOUNDS, seed, 1e12
     )
@@ -68,7 +69,7 @@ def test_the_loss_rises_as_its_curvature_says_down_to_the_precision(name: str, c
     if all(found.alpha > 1.01 * float(alphas[-1]) for found in runs):
         assert sum(ratios) / len(ratios) == pytest.approx(math.log(1.5), abs=0.1)
     for found in runs:
-        assert found.effective_dimension == pytest.approx(path.effective_dimension(found.alpha))
+        assert found.history[0].effective_dimension[0] == pytest.approx(path.effective_dimension(found.alpha))
 
 
 def test_a_loss_that_grows_less_than_its_curvature_says_bounds_the_precision_too() -> None:
@@ -171,7 +172,7 @@ def test_a_part_of_many_data_is_looked_at_and_its_rows_are_counted() -> None:
     assert [rule.cost(features, rough=rough).operations(cost) for rough in (True, False)] == [2 * 8 * 600, 2 * 8 * 300]
     model, path = problem("classification")
     # Eight data of four outputs take 32 VJPs for all precisions, and a pass is a JVP and a VJP of all eight.
-    assert select(model, path).passes == 32 / 16
+    assert select(model, path).history[0].passes == 32 / 16
 
 
 @pytest.mark.parametrize("start", [None, 0, 3, 12, 39])
@@ -201,7 +202,11 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     found = rule.select(model, path, BOUNDS, 0, 1e12)
     near = rule.select(model, path, BOUNDS, 0, 1e12, 2 * found.alpha)
     assert near.alpha == pytest.approx(found.alpha)
-    assert near.passes < found.passes if samples else near.passes == found.passes  # rows are those of all precisions
+    assert (
+        near.history[0].passes < found.history[0].passes
+        if samples
+        else near.history[0].passes == found.history[0].passes
+    )  # rows are those of all precisions
     # Eight held-out data have several maxima, so that where a search begins decides; these are more.
     model, path, other = many()
     found = other.select(model, path, BOUNDS, 0, 1.0)
@@ -212,7 +217,11 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     assert near.calibration.log_likelihood > found.calibration.log_likelihood - 2 * Validation.price * len(
         other.model.network_outputs
     )
-    assert near.passes < found.passes if samples else near.passes == found.passes
+    assert (
+        near.history[0].passes < found.history[0].passes
+        if samples
+        else near.history[0].passes == found.history[0].passes
+    )
 
 
 def tempered(rule: Validation, deviations: Tensor, lowest: float) -> Calibration:
@@ -243,7 +252,9 @@ def test_held_out_labels_are_as_likely_from_coarse_to_fine_as_by_a_search_of_all
     # Steps to larger precisions stop where one gains less than the price, those to smaller ones where they lose more.
     assert found > best - 2 * Validation.price * len(rule.model.network_outputs)
     if name == "many" and samples:
-        assert 2 * model.features.num_data * selected.passes < 0.6 * 8 * rule.model.features.num_data * len(alphas)
+        assert 2 * model.features.num_data * selected.history[0].passes < 0.6 * 8 * rule.model.features.num_data * len(
+            alphas
+        )
 
 
 def on_data(model: LinearModel, J: Tensor, f: Tensor, y: Tensor) -> LinearModel:
