@@ -12,6 +12,7 @@ from laplace_sampling.arguments import check_positive, check_whole, refuse_class
 from laplace_sampling.gp.dual import DualCG
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import ModeCurve, Traces
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters
 from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -20,20 +21,18 @@ from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.closed_form import Factored, Subset, tuned_by_gram_matrix
+from laplace_sampling.methods.closed_form import Factored, Subset, by_gram_matrix
 from laplace_sampling.methods.method import (
     BASIS_STACKS,
     Choice,
     Fit,
     Method,
     Task,
-    Tuned,
-    Tuning,
     basis_that_fits,
+    by_traces,
     has_path,
     settled,
     traces_of,
-    tuned_by_traces,
 )
 from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start, fits_in_observation_space
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
@@ -142,9 +141,6 @@ class Krylov(Solves):
             return self._rank(memory, num_samples)
         return BASIS_STACKS * basis_that_fits(memory, num_samples)
 
-    def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        return self._rank(memory, num_samples) if self.short(memory, num_samples) else 0
-
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         error = _largest_error(tolerance)
         if not self.short(task.memory, task.num_samples):
@@ -168,15 +164,15 @@ class Krylov(Solves):
         # A Krylov basis is of all rows together, and bounds its own memory.
         return in_em if isinstance(solver, BlockKrylov) else super().em_rows(solver, memory, num_samples, in_em)
 
-    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        solver = self.make_solver(task, tuning.tolerance, None)
+    def tune_by_evidence(self, task: Task) -> Hyperparameters:
+        solver = self.make_solver(task, task.tolerance, None)
         if not (isinstance(solver, BlockKrylov) and has_path(task)):
-            return self.tune_by_em(task, tuning, solver)
+            return self.tune_by_em(task, solver)
 
         def ratio(traces: Traces) -> float:
             """Where the evidence of the network itself is largest, which needs no mode."""
             alpha, factor = NetworkEvidence.of(task.model, task.prior, task.trained_weights, traces).best()
-            return clamped(alpha / factor, tuning.precision_bounds)
+            return clamped(alpha / factor, task.criterion.precision_bounds)
 
         def near(found: Traces) -> bool:
             return settled(found, ratio(found) * torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64))
@@ -185,13 +181,13 @@ class Krylov(Solves):
             gamma, error = found.effective_dimension(torch.tensor([ratio(found)], dtype=torch.float64))
             # What the data do not determine tells the noise.
             free = max(task.model.num_observations - float(gamma), 0.0)
-            return near(found) and (not task.model.likelihood.learns_noise or float(error) <= tuning.tolerance * free)
+            return near(found) and (not task.model.likelihood.learns_noise or float(error) <= task.tolerance * free)
 
         traces = traces_of(task, accurate)
         if traces.full and not near(traces):
-            return self.tune_by_em(task, tuning, solver)
+            return self.tune_by_em(task, solver)
         modes = CG(self._MODE_ACCURACY).within(task.budget.for_tuning)
-        return tuned_by_traces(task, tuning, traces, modes, ratio(traces), self._MODE_ACCURACY, solver)
+        return by_traces(task, traces, modes, ratio(traces), self._MODE_ACCURACY, solver)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, BlockKrylov | CG)
@@ -291,9 +287,6 @@ class Stochastic(Solves):
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
         return 0 if self.plain else self.rank(memory, num_samples)
 
-    def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        return self._SVRG_STACKS * self.preconditioner_vectors(memory, num_samples)
-
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         settings = self.solver
         if isinstance(settings, SGD):
@@ -389,16 +382,16 @@ class Dual(Solves):
         )
         return solver.hold(WhitenedGram(ggn, torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device)))
 
-    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    def tune_by_evidence(self, task: Task) -> Hyperparameters:
         """By the evidence itself where the Gram matrix is small; else by EM, from the optimum of its leading part."""
         if _has_small_gram(task):
-            return _tune_by_gram_matrix(task, tuning)
-        solver = self.make_solver(task, tuning.tolerance, None)
+            return _by_gram_matrix(task)
+        solver = self.make_solver(task, task.tolerance, None)
         if solver.held is not None and has_path(task) and task.start is None:
-            task = _at_evidence_of_leading_part(task, tuning, solver.held)
-        return self.tune_by_em(task, tuning, solver)
+            task = _at_evidence_of_leading_part(task, solver.held)
+        return self.tune_by_em(task, solver)
 
-    def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:
+    def mode(self, task: Task, solver: Any, near: Tensor | None) -> Minimum:
         return solver.mode(task.model, task.prior)
 
     def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
@@ -420,15 +413,13 @@ def _precise(model: LinearModel) -> LinearModel:
     return replace(model, features=model.features.in_float64())
 
 
-def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+def _by_gram_matrix(task: Task) -> Hyperparameters:
     """The hyperparameters of the exact method; its matrices are freed."""
     prior = task.prior.to(task.model.features.device, torch.float64)
-    precise, tuned = tuned_by_gram_matrix(replace(task, model=_precise(task.model), prior=prior), tuning)
-    task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
-    return task, replace(tuned, work=None)
+    return replace(by_gram_matrix(replace(task, model=_precise(task.model), prior=prior)), work=None)
 
 
-def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
+def _at_evidence_of_leading_part(task: Task, held: Any) -> Task:
     """The task with the `α` and `b` that the kernel's leading part has, for EM to start from.
 
     What the preconditioner leaves out counts as noise, in as many directions as there are. Where that has no maximum
@@ -442,7 +433,7 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
     values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
     spectrum = RegressionEvidence.of_leading(values, held.vectors @ residual, squared_norm, model.num_observations)
     squares = float(model.squared_errors(model.network_outputs).sum())
-    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    bounds = HyperparameterBounds(task.criterion.precision_bounds, task.criterion.noise_bounds)
     start = (overall_precision(task.prior), float(torch.as_tensor(model.likelihood.noise_precision)))
     optimum = spectrum.largest(start, (True, model.likelihood.learn), bounds, squares)
     if optimum.at_bounds:

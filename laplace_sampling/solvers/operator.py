@@ -6,44 +6,13 @@ A mini-batch is a tensor of data indices; `None` means all data. Sums are over t
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.solvers.placement import normal
-
-
-class HeldMatrix(Protocol):
-    """`M` in full, in float64, with what was once computed of it."""
-
-    @property
-    def matrix(self) -> Float[Tensor, "P P"]:
-        """`M`."""
-        ...
-
-    @property
-    def spectrum(self) -> Float[Tensor, " P"]:
-        """All eigenvalues."""
-        ...
-
-    @property
-    def vectors(self) -> Float[Tensor, "P P"]:
-        """The eigenvectors, as columns."""
-        ...
-
-    def factor(self, shift: float | Tensor) -> Float[Tensor, "P P"] | None:
-        """The Cholesky factor of `M + shift`, or `None` where it would have lost its digits."""
-        ...
-
-    def solve(self, v: Float[Tensor, "K P"], shift: float | Tensor) -> Float[Tensor, "K P"]:
-        """`(M + shift)⁻¹ v_k`."""
-        ...
-
-    def leverage(self, shift: float | Tensor) -> Float[Tensor, " P"]:
-        """The diagonal of `(M + shift)⁻¹M`."""
-        ...
 
 
 class Operator(ABC):
@@ -89,8 +58,8 @@ class Operator(ABC):
         """A random row `g_i` of each datum of a batch, with `E[g_i g_iᵀ] = Mᵢ`: half a product a datum."""
         raise NotImplementedError(f"{type(self).__name__} has no `random_rows`, which `SVRG` needs.")
 
-    def dense(self) -> HeldMatrix | None:
-        """`M` in full, where it is held for whoever asks again."""
+    def matrix(self) -> Float[Tensor, "P P"] | None:
+        """`M` in full, in float64, where it is held for whoever asks again."""
         return None
 
     @abstractmethod

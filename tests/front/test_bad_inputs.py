@@ -95,13 +95,13 @@ class Returning(nn.Module):
         return self.change(self.layer(x))
 
 
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 3), nn.Linear(2, 1)
-
+class Heads(nn.ModuleDict):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"a": self.a(x), "b": self.b(x)}
+        return {name: head(x) for name, head in self.items()}
+
+
+def heads() -> nn.Module:
+    return Heads({"a": nn.Linear(2, 3), "b": nn.Linear(2, 1)})
 
 
 def la_of(kind: str = "regression", **settings: Any) -> LinearisedLaplace:
@@ -220,9 +220,9 @@ add("fit: classification of one output", "binary", lambda: fit(net(1), "classifi
 HEADS: dict[str, Any] = {"a": "classification", "b": "poisson"}
 HEAD_TARGETS = {"a": LABELS, "b": COUNTS}
 add("fit: heads of a network with one", "heads", lambda: fit(net(3), HEADS, HEAD_TARGETS))
-add("fit: one likelihood of a network with heads", "dictionary", lambda: fit(Heads(), "poisson", COUNTS))
-add("fit: heads without targets", "heads", lambda: fit(Heads(), HEADS, {"a": LABELS}))
-add("fit: a head with labels out of range", "Head 'a'", lambda: fit(Heads(), HEADS, HEAD_TARGETS | {"a": LABELS + 5}))
+add("fit: one likelihood of a network with heads", "dictionary", lambda: fit(heads(), "poisson", COUNTS))
+add("fit: heads without targets", "heads", lambda: fit(heads(), HEADS, {"a": LABELS}))
+add("fit: a head with labels out of range", "Head 'a'", lambda: fit(heads(), HEADS, HEAD_TARGETS | {"a": LABELS + 5}))
 for _name, (_words, _change) in {
     "None": ("NoneType", lambda f: None),
     "a tuple": ("tuple", lambda f: (f, f)),

@@ -252,3 +252,16 @@ def test_a_warm_fit_that_was_wrong_warns() -> None:
     cold = problem.laplace(method).fit(problem.batches, progress=False)
     assert la.converged_
     assert distance(la, cold, problem.x) < 0.06
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [("subset", "exact"), ("exact", "krylov"), ("kfac", "subset")])
+def test_the_start_may_be_of_another_method(first: str, second: str) -> None:
+    problem, options = labelled(), {"criterion": "leave_one_out", "progress": False}
+    la = problem.laplace(first).fit_hyperparameters(problem.batches, **options)
+    problem.train()
+    other, cold = problem.laplace(second), problem.laplace(second).fit_hyperparameters(problem.batches, **options)
+    other.start_from(la.state_dict())
+    other.fit_hyperparameters(problem.batches, warm_start=True, **options)
+    assert abs(float((other.prior_precision_ / cold.prior_precision_).log())) < 0.03
+    assert distance(other, cold, problem.x) < 0.05
