@@ -38,7 +38,7 @@ from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start, f
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.sgd import SGD
-from laplace_sampling.solvers.solver import Minimum, Solver
+from laplace_sampling.solvers.solver import Solver
 from laplace_sampling.solvers.svrg import SVRG
 
 # Observations up to which the whole Gram matrix is decomposed for the hyperparameters. It takes C/2 + N·C/4 products at
@@ -390,9 +390,6 @@ class Dual(Solves):
         if solver.held is not None and has_path(task) and task.start is None:
             task = _at_evidence_of_leading_part(task, solver.held)
         return self.tune_by_em(task, solver)
-
-    def mode(self, task: Task, solver: Any, near: Tensor | None) -> Minimum:
-        return solver.mode(task.model, task.prior)
 
     def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
         return sampled.error, solver.tolerance
