@@ -135,7 +135,7 @@ def _problem(network: Linearisation, x: Any) -> str | None:
 
 def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -> str | None:
     """Names the weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
-    if network.shell.shards is not None:
+    if network.shell.mesh is not None:
         return None  # weights that are shared out have no gradient outside of the hooks of FSDP
     with network.differentiating(layers=False):
         plain = network.shell.plain_gradient(x, u)

@@ -303,7 +303,7 @@ def rows_of_each_datum(
 ) -> Tensor:
     """`φ(x_n)ᵀ u_n`, `[N, P]`; without `u` the Jacobians `φ(x_n)`, `[N, C, P]`."""
     weights, num = shell.random(), num_rows(x)
-    ways.rows_are_right |= shell.shards is not None  # processes that share out the weights must agree
+    ways.rows_are_right |= shell.mesh is not None  # processes that share out the weights must agree
     tensors, rebuild = batched(x)
     if u is not None:
         tensors = [*tensors, u.to(shell.dtype)]
