@@ -292,11 +292,9 @@ class Shell:
             with cpu_out_of_memory:
                 output, layout = read(self.module(*args, **kwargs), num_rows(x))
                 return as_plain(output), layout
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            explained = self._explained(error, x)
-            if explained is error:
-                raise
-            raise explained from error
+        except Exception as error:
+            self._explain(error, x)
+            raise
 
     def plain_gradient(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, " Q"]:
         """`Σ_n φ(x_n)ᵀ u_n` in all elements of the parameters that have random weights, with the copy's own weights.
@@ -331,26 +329,22 @@ class Shell:
         narrow = dtype in HALF
         return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
 
-    def _explained(self, error: Exception, x: Any) -> Exception:
-        """An error of torch in the network with what it is of, and what the user can do; one of its own as it is."""
+    def _explain(self, error: Exception, x: Any) -> None:
+        """Adds to an error of torch in the network on what it failed, and what a user can do."""
         name = type(self.module).__name__
         if "does not require grad" in str(error):
-            return RuntimeError(
-                f"{name} differentiates in its forward, which is run under "
-                f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
-                "and call `requires_grad_()` there on what it differentiates in."
+            error.add_note(
+                f"{name} differentiates in its forward, which is run under `torch.no_grad()`. Put "
+                "`with torch.enable_grad():` around that part of it, and call `requires_grad_()` there on what it "
+                "differentiates in."
             )
-        if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
-            return error
-        own, tensors = {p.dtype for p in self.module.parameters()}, batched(x)[0]
-        given = ", ".join(f"{list(t.shape)} in {t.dtype}" for t in tensors)
-        of_types = {t.dtype for t in tensors} != {self.module_dtype} and "type" in str(error)
-        advice = f" Convert inputs, as by `x.to({self.module_dtype})` (numbers of numpy are in float64), or the model."
-        kind = TypeError if of_types or isinstance(error, TypeError) else ValueError
-        return kind(
-            f"{name}, whose weights are in {' and '.join(sorted(map(str, own)))}, fails on inputs of shape {given}. "
-            f"torch says: {error}{advice if of_types or len(own) > 1 else ''}"
-        )
+        elif _is_of_torch(error):
+            own = " and ".join(sorted({str(p.dtype) for p in self.module.parameters()}))
+            given = ", ".join(f"{list(t.shape)} in {t.dtype}" for t in batched(x)[0])
+            error.add_note(
+                f"{name}, whose weights are in {own}, fails on inputs of shape {given}. Inputs in "
+                f"another precision are converted by `x.to({self.module_dtype})`; numbers of numpy are in float64."
+            )
 
     def least(self, value: float) -> float:
         """The smallest value that a process has, of those that share out the weights; they take the same decisions."""
