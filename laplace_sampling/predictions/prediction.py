@@ -473,8 +473,9 @@ class ClassificationPrediction(SampledPrediction):
     def epistemic(self) -> Tensor:
         r"""How unlike the training data a datum is, or how likely to be wrong; a larger number is worse.
 
-        Its shape is that of `entropy`. It is the variance of the log-odds `m_c = f_t − f_c` between the most probable class `t` and the others, relative to
-        their size, times the number of classes between which the prediction is undecided,
+        Its shape is that of `entropy`. It is the variance of the log-odds `m_c = f_t − f_c` between the most probable
+        class `t` and the others, relative to their size, times the number of classes that the prediction hesitates
+        between,
 
             exp(H) · Σ_c var(m_c) / Σ_c (1 + m_c²).
 
