@@ -15,7 +15,6 @@ from laplace_sampling import SGD, SVRG, GPrior, Krylov, LinearisedLaplace, Stoch
 METHODS = {
     "exact": "exact",
     "krylov": "krylov",
-    "cg": Krylov(max_memory=66 * 67 * 8),
     "sgd": Stochastic(solver=SGD()),
     # With fewer rows than all of these few data have, whose preconditioner leaves nothing to save.
     "svrg": Stochastic(solver=SVRG(max_rank=32)),
@@ -149,7 +148,6 @@ def test_the_precision_is_that_of_a_cold_fit(method: str, criterion: str) -> Non
 # Where counts of products tell: the exact method has to see all rows once, whatever it starts from.
 HALVED = [
     ("classification", "kfac", "evidence"),
-    pytest.param("classification", "cg", "evidence", marks=pytest.mark.nightly),
     pytest.param("classification", "diagonal", "evidence", marks=pytest.mark.nightly),
     pytest.param("regression", "kfac", "evidence", marks=pytest.mark.nightly),
     pytest.param("regression", "subset", "evidence", marks=pytest.mark.nightly),
