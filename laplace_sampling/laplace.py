@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from laplace_sampling.arguments import check_flag, check_positive, check_whole
 from laplace_sampling.calibrated import calibrated, calibrated_by, split_conformal
 from laplace_sampling.checkpoint import Checkpoint, FilePath
-from laplace_sampling.criterion import Criterion, Evidence, as_criterion, with_rule
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.files import File, arguments_of, posterior_of, read, state_of, write
 from laplace_sampling.fitted import Fitted, NotFittedError, evidence_of, leave_one_out_of, warmed, warn_of
-from laplace_sampling.held_out import HeldOut, check_calibration
+from laplace_sampling.hyperparameters.criteria import Criterion, as_criterion
 from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
-from laplace_sampling.hyperparameters.em import Step, StopFit
+from laplace_sampling.hyperparameters.hyperparameters import Step, StopFit
 from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.held_out import HeldOut, check_calibration
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.method import Fit, Method, Task, Tuned, Tuning
+from laplace_sampling.methods.method import Fit, Method, Task
 from laplace_sampling.methods.plan import Plan
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
@@ -192,9 +192,10 @@ class LinearisedLaplace:
             OSError: if the file of `checkpoint` cannot be read or written.
         """
         chosen = as_criterion(criterion)
-        tuning = self._tuning(chosen, tolerance, callback)
-        asked = {"criterion": tuning.criterion} if chosen is None else {"criterion": chosen.name, **asdict(chosen)}
-        asked |= {**Data.fields(data), "budget": budget, "tolerance": tolerance, "warm_start": warm_start}
+        check_positive("`fit_hyperparameters(tolerance=...)`", tolerance)
+        record = self._recorded_steps(callback)
+        asked = {"criterion": chosen.name, **asdict(chosen), **Data.fields(data)}
+        asked |= {"budget": budget, "tolerance": tolerance, "warm_start": warm_start}
         with self._fitting(), Checkpoint(checkpoint, "fit_hyperparameters", asked) as kept:
             network = self.network.renewed()  # predictions meanwhile are those of the earlier fit
             # All data are read before anything is fitted.
@@ -202,10 +203,10 @@ class LinearisedLaplace:
                 self.settings, network, loader, val_loader, data, budget=budget, progress=progress
             )
             problem = kept.begin(self.settings, network, problem, held_out, self._earlier(warm_start))
-            problem = with_rule(chosen, problem, held_out)
-            task = self._task(problem, warm_start)
-            task, tuned = task.method.tune(task, tuning.shifted(problem.tangent.log_scale))
-            fit = task.method.fit(task, tuned, tolerance)
+            loss = problem.tangent.log_scale
+            problem = replace(problem, tolerance=tolerance, callback=lambda step: record(step.shifted(loss)))
+            task = self._task(problem.by(chosen, held_out), warm_start)
+            fit = task.method.fit(task, task.method.tune(task))
             given_noise = data.noise_variances is not None
             posterior, problems = calibrated_by(held_out, fit, problem.tangent, network, given_noise)
             kept.done(fit)
@@ -235,8 +236,8 @@ class LinearisedLaplace:
             network = self.network.renewed()
             problem = prepare(self.settings, network, loader, data, budget=budget, progress=progress)
             problem = kept.begin(self.settings, network, problem, earlier=self._earlier(warm_start))
-            task = self._task(problem, warm_start)
-            fit = task.method.fit(task, Tuned(), tolerance)
+            task = self._task(replace(problem, tolerance=tolerance), warm_start)
+            fit = task.method.fit(task, task.given)
             given_noise = data.noise_variances is not None
             posterior = Posterior.of(fit, problem.tangent, network, Calibration(), given_noise)
             kept.done(fit)
@@ -266,7 +267,7 @@ class LinearisedLaplace:
             problem, held_out = prepare_with_held_out(
                 self.settings, self.network, loader, val_loader, data, budget=budget, progress=False
             )
-            return Plan.of(with_rule(as_criterion(criterion), problem, held_out), self.settings.method)
+            return Plan.of(problem.by(as_criterion(criterion), held_out), self.settings.method)
         finally:
             batching.max_rows = max_rows
             self.network.products.update(counts)
@@ -286,10 +287,8 @@ class LinearisedLaplace:
             if not isinstance(error, StopFit):
                 raise
 
-    def _tuning(
-        self, criterion: Criterion | None, tolerance: float, callback: Callable[[Step], object] | None
-    ) -> Tuning:
-        """What a method is asked for, with a callback that keeps the steps of a run."""
+    def _recorded_steps(self, callback: Callable[[Step], object] | None) -> Callable[[Step], None]:
+        """A callback that keeps the steps of a run, and calls that of the user."""
         if callback is not None and not callable(callback):
             raise TypeError(f"`callback` must be a function of a `Step`, but is {callback!r:.80}.")
         self._unfinished = steps = []
@@ -308,17 +307,7 @@ class LinearisedLaplace:
             if stop := next(filter(None, stops), None):
                 raise stop
 
-        evidence = criterion if isinstance(criterion, Evidence) else Evidence()
-        bounds = evidence if criterion is None else criterion
-        return Tuning(
-            max_steps=evidence.max_steps,
-            tolerance=tolerance,
-            num_samples=evidence.num_samples,
-            precision_bounds=bounds.precision_bounds,
-            noise_bounds=getattr(bounds, "noise_bounds", evidence.noise_bounds),
-            callback=record,
-            criterion="auto" if criterion is None else criterion.name,
-        )
+        return record
 
     def _earlier(self, warm_start: bool) -> Posterior | None:
         """The posterior that a warm fit starts from."""
@@ -523,8 +512,9 @@ class LinearisedLaplace:
         fitted = self._drawn(call)
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
-        with self.settings.processes.shared_call():
-            return fitted, HeldOut.read(val_loader, self.network, self.settings, data)
+        settings = self.settings
+        with settings.processes.shared_call():
+            return fitted, HeldOut.read(val_loader, self.network, settings.likelihood, settings.processes, data)
 
     # Questions about the fit ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.closed_form import FactoredFit
-from laplace_sampling.methods.method import Tuned
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
 
@@ -75,7 +74,7 @@ def largest_variance(
             "that."
         )
     task = chosen.method.prepare(prepare(chosen, network, loader, data))
-    fit = task.method.fit(task, Tuned(), tolerance=0.015)
+    fit = task.method.fit(task, task.given)
     assert isinstance(fit, FactoredFit)
     # Weights that the data do not see have the prior's variance, the largest of all, and no effect.
     is_seen = fit.curvature.eigenvalues() > 0

@@ -99,3 +99,10 @@ def mode(likelihood: Likelihood, J: Tensor, offset: Tensor, y: Tensor, A: Tensor
 def effective_dimension(M: Tensor, A: Tensor) -> float:
     """`Tr(H⁻¹M)`."""
     return float(torch.linalg.solve(M + torch.diag(A), M).trace())
+
+
+def normal(covariances: Tensor, num: int, generator: torch.Generator) -> Tensor:
+    """Samples `[num, N, C]` of normal distributions with covariances `[N, C, C]` and mean zero."""
+    values, vectors = torch.linalg.eigh(covariances)
+    white = torch.randn(num, *values.shape, generator=generator, dtype=torch.float64)
+    return torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)

@@ -11,24 +11,23 @@ from laplace_sampling.arguments import check_positive, check_whole, refuse_class
 from laplace_sampling.gp.dual import DualCG, WhitenedGram
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import Traces
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters
 from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import clamped
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.closed_form import Factored, Subset, tuned_by_gram_matrix
+from laplace_sampling.methods.closed_form import Factored, Subset, by_gram_matrix
 from laplace_sampling.methods.method import (
     BASIS_STACKS,
     Choice,
     Method,
     Task,
-    Tuned,
-    Tuning,
     basis_that_fits,
+    by_traces,
     has_path,
     settled,
     traces_of,
-    tuned_by_traces,
 )
 from laplace_sampling.methods.problem import Estimate, Memory, Problem, fits_in_observation_space
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
@@ -123,15 +122,15 @@ class Krylov(Solves):
         # As many as the solver takes together.
         return min(in_em, max(1, basis_that_fits(memory, num_samples) // 4))
 
-    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        solver = self.make_solver(task, tuning.tolerance, None)
+    def tune_by_evidence(self, task: Task) -> Hyperparameters:
+        solver = self.make_solver(task, task.tolerance, None)
         if not has_path(task):
-            return self.tune_by_em(task, tuning, solver)
+            return self.tune_by_em(task, solver)
 
         def ratio(traces: Traces) -> float:
             """Where the evidence of the network itself is largest, which needs no mode."""
             alpha, factor = NetworkEvidence.of(task.model, task.prior, task.trained_weights, traces).best()
-            return clamped(alpha / factor, tuning.precision_bounds)
+            return clamped(alpha / factor, task.criterion.precision_bounds)
 
         def near(found: Traces) -> bool:
             return settled(found, ratio(found) * torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64))
@@ -140,13 +139,13 @@ class Krylov(Solves):
             gamma, error = found.effective_dimension(torch.tensor([ratio(found)], dtype=torch.float64))
             # What the data do not determine tells the noise.
             free = max(task.model.num_observations - float(gamma), 0.0)
-            return near(found) and (not task.model.likelihood.learns_noise or float(error) <= tuning.tolerance * free)
+            return near(found) and (not task.model.likelihood.learns_noise or float(error) <= task.tolerance * free)
 
         traces = traces_of(task, accurate)
         if traces.full and not near(traces):
-            return self.tune_by_em(task, tuning, solver)
+            return self.tune_by_em(task, solver)
         modes = CG(self._MODE_ACCURACY).within(task.budget.for_tuning)
-        return tuned_by_traces(task, tuning, traces, modes, ratio(traces), self._MODE_ACCURACY, solver)
+        return by_traces(task, traces, modes, ratio(traces), self._MODE_ACCURACY, solver)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, BlockKrylov)
@@ -327,11 +326,11 @@ class Dual(Solves):
         )
         return solver.hold(WhitenedGram(ggn, torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device)))
 
-    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    def tune_by_evidence(self, task: Task) -> Hyperparameters:
         """By the evidence itself where the Gram matrix is small; else by EM."""
-        return _tune_by_gram_matrix(task, tuning) if _has_small_gram(task) else super().tune_by_evidence(task, tuning)
+        return _by_gram_matrix(task) if _has_small_gram(task) else super().tune_by_evidence(task)
 
-    def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:
+    def mode(self, task: Task, solver: Any, near: Tensor | None) -> Minimum:
         return solver.mode(task.model, task.prior)
 
     def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
@@ -345,10 +344,8 @@ def _has_small_gram(task: Task) -> bool:
     return rows <= _GRAM_ROWS and len(task.prior.names) == 1 and fits_in_observation_space(features, task.memory)
 
 
-def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+def _by_gram_matrix(task: Task) -> Hyperparameters:
     """The hyperparameters of the exact method; its matrices are freed."""
     prior = task.prior.to(task.model.features.device, torch.float64)
     model = replace(task.model, features=task.model.features.in_float64())
-    precise, tuned = tuned_by_gram_matrix(replace(task, model=model, prior=prior), tuning)
-    task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
-    return task, replace(tuned, work=None)
+    return replace(by_gram_matrix(replace(task, model=model, prior=prior)), work=None)

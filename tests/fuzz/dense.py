@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Dense", "Loss", "Whitened", "flat_outputs", "jacobian", "losses"]
-
 # `Σ_n w_n ℓ(y_n, f_n)` as a function of all outputs `[N, C]`, and of outputs at which a mean over `y` is taken.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,11 +29,8 @@ def jacobian(model: nn.Module, weights: list[Tensor], x: object) -> Tensor:
     rows = []
     for entry in out.flatten():
         grads = torch.autograd.grad(entry, weights, retain_graph=True, allow_unused=True)
-        rows.append(
-            torch.cat(
-                [(torch.zeros_like(w) if g is None else g).flatten() for g, w in zip(grads, weights, strict=True)]
-            )
-        )
+        filled = [torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)]
+        rows.append(torch.cat([g.flatten() for g in filled]))
     return torch.stack(rows).reshape(*out.shape, -1).double().detach()
 
 
@@ -52,9 +47,8 @@ def losses(kind: str, y: Tensor, shape: tuple[int, ...], weights: Tensor, noise:
 
     def each(f: Tensor, at: Tensor) -> Tensor:
         if kind == "regression":
-            return (0.5 * noise * (f - y.reshape(f.shape)) ** 2 - 0.5 * noise.log() + 0.5 * math.log(2 * math.pi)).sum(
-                1
-            )
+            squares = noise * (f - y.reshape(f.shape)) ** 2
+            return 0.5 * (squares - noise.log() + math.log(2 * math.pi)).sum(1)
         if kind == "classification":
             return F.cross_entropy(f.reshape(-1, *shape), y, reduction="none").reshape(len(f), -1).sum(1)
         if kind == "tokens":

@@ -57,12 +57,12 @@ def test_em_that_ends_where_samples_contradict_it_has_not_converged(monkeypatch:
     la.fit_hyperparameters(case.batches, criterion=Evidence(max_steps=50), progress=False)
     fit = la._fitted.fit
     task = fit.task
-    assert all(check.holds for check in balances(fit.method.fit(task, fit.tuned, 0.015)))
-    wrong = replace(task, prior=task.prior.with_precision(5 * task.prior.precision))
-    tuned = fit.method.fit(wrong, fit.tuned, 0.015).tuned
-    assert tuned.converged is False
-    assert "prior precision" in tuned.problems[-1]
-    assert "mode" in tuned.problems[-1]
+    assert all(check.holds for check in balances(fit.method.fit(task, fit.found)))
+    wrong = replace(fit.found, prior=task.prior.with_precision(5 * task.prior.precision))
+    found = fit.method.fit(task, wrong).found
+    assert found.converged is False
+    assert "prior precision" in found.problems[-1]
+    assert "mode" in found.problems[-1]
 
 
 def test_em_in_the_dual_comes_close_to_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,13 +111,13 @@ def test_two_steps_of_lanczos_are_not_believed_where_they_see_no_small_eigenvalu
 
 def test_hyperparameters_that_the_samples_contradict_are_not_called_converged(monkeypatch) -> None:
     model, data = linear_problem("regression")
-    task_and_tuned = solves.tuned_by_traces
+    by_traces = solves.by_traces
 
     def astray(*arguments):
-        task, tuned = task_and_tuned(*arguments)
-        return replace(task, prior=task.prior.with_precision(30 * task.prior.precision)), tuned
+        found = by_traces(*arguments)
+        return replace(found, prior=found.prior.with_precision(30 * found.prior.precision))
 
-    monkeypatch.setattr(solves, "tuned_by_traces", astray)
+    monkeypatch.setattr(solves, "by_traces", astray)
     with pytest.warns(ConvergenceWarning, match="num_samples") as warned:
         la = laplace_of(model, "regression", method="krylov").fit_hyperparameters(data, progress=False)
     assert not la.converged_

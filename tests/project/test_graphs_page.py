@@ -80,14 +80,6 @@ def test_nodes_have_the_error_bars_of_dense_algebra(code: list[dict[str, Any]]) 
     assert_close(la.predict(test).stddev, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("options", [{"parameters": "last_layer"}, {"method": "kfac"}, {"method": "krylov"}], ids=str)
-def test_other_methods_take_nodes(code: list[dict[str, Any]], options: dict) -> None:
-    names = code[0]
-    la = LinearisedLaplace(names["model"], "classification", num_samples=4, **options)
-    la.fit([(names["train"], names["labels"][names["train"]])], progress=False)
-    assert la.predict(names["test"]).probs.shape == (45, 3)
-
-
 def test_predictions_are_of_the_graph_of_the_fit(code: list[dict[str, Any]]) -> None:
     names = code[0]
     model, edges, expected = names["model"], names["edge_index"], names["la"].predict(names["test"])
