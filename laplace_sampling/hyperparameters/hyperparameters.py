@@ -89,7 +89,6 @@ class Hyperparameters:
         converged: `None` if they were given.
         at_bounds: groups, or `"noise"`, whose precision ended at a bound.
         problems: what went wrong, in words.
-        remark: what else is to be said of the search, for the reason of the method.
         mode: where the search for the mode may start, `[P]`, unscaled.
         work: what the method made and needs again for the fit: a solver with its preconditioner, or a decomposition.
         criterion: the name of what chose them, such as `"evidence"`; `""` if they were given.
@@ -102,7 +101,6 @@ class Hyperparameters:
     converged: bool | None = None
     at_bounds: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
-    remark: str = ""
     mode: Float[Tensor, " P"] | None = None
     work: Any = None
     criterion: str = ""

@@ -124,7 +124,7 @@ def _leave_one_out(fit: Fit, covariance: FunctionCovariance) -> LeaveOneOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(Method):
-    """A posterior that leaves out correlations, and takes no solves but for the mode.
+    """A posterior that leaves out correlations, and solves for the mode only.
 
     Args:
         kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.
@@ -588,7 +588,7 @@ class Subset(Method):
             rows = part.sketch.num_rows
             found = self.tune_by_em(task, solver)
             history += found.history
-            task = replace(task, model=task.model.with_likelihood(found.likelihood), prior=found.prior)
+            task = task.at(found)
             # The part has grown at the precision that the search began with.
             part.grow(task.ggn(), task.prior, self.most_rows(task.model.features))
             if part.sketch.num_rows == rows:
@@ -611,7 +611,7 @@ class Subset(Method):
         if not isinstance(found.work, SketchSampler):
             task = task.at(found)
             work = self.make_solver(task, task.tolerance, float(task.prior.precision.mean()))
-            found = replace(found, work=work, remark="")
+            found = replace(found, work=work)
         part = found.work.part
         sketch, features = part.sketch, task.model.features
         rows, num_data, at_once = sketch.num_rows, features.num_data, len(part.growth.made) == 1
@@ -763,9 +763,6 @@ class Exact(Method):
             # all of them, so that a few passes are enough.
             solver = CG(self._MODE_TOLERANCE, preconditioner=task.scaled_ggn().dense())
         return super().mode(task, solver, near)
-
-    def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
-        return wanted
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL

@@ -138,8 +138,7 @@ class Task(Problem):
 
     def at(self, found: Hyperparameters) -> "Task":
         """The task at hyperparameters that were found for it."""
-        model, reason = self.model.with_likelihood(found.likelihood), self.reason + found.remark
-        return replace(self, model=model, prior=found.prior, reason=reason)
+        return replace(self, model=self.model.with_likelihood(found.likelihood), prior=found.prior)
 
     def ended(self, found: Hyperparameters, started: float, passes: float = 0.0) -> Hyperparameters:
         """What a search of one step found, compared with the bounds; `started` and `passes` as in `told`."""
@@ -649,15 +648,6 @@ class Method(ABC):
         room = memory.vectors - held - self.preconditioner_vectors(memory, num_samples)
         return max(1, int(room / self.stacks))
 
-    def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
-        """Samples of EM that memory holds, at most the wanted number."""
-        room = memory.vectors - self.making_vectors(memory, num_samples) - self.stacks
-        return max(1, min(wanted, int(room / self._EM_STACKS)))
-
-    def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        """Vectors that making the preconditioner takes."""
-        return self.preconditioner_vectors(memory, num_samples)
-
     def em_rows(self, solver: Solver, memory: Memory, num_samples: int, in_em: int) -> int:
         """The samples of EM to solve for together: as many as memory holds beside what EM keeps of each."""
         return min(in_em, self.rows(memory, num_samples, self._EM_STACKS * in_em))
@@ -665,14 +655,12 @@ class Method(ABC):
     def tune_by_em(self, task: Task, solver: Solver) -> Hyperparameters:
         """Hyperparameters by EM on samples, starting at those of the task; `work` is the solver."""
         evidence = task.criterion.evidence
-        # EM needs the moments of its samples only: fewer of them make `γ` less accurate, but never wrong.
-        held = self.em_samples(task.memory, evidence.num_samples, task.num_samples)
         found = fit_em(
             task.model,
             task.prior,
-            Draws(held, task.seed, Stream.EM),
+            Draws(evidence.num_samples, task.seed, Stream.EM),
             solver.within(task.budget.for_tuning),
-            rows=self.em_rows(solver, task.memory, task.num_samples, held),
+            rows=self.em_rows(solver, task.memory, task.num_samples, evidence.num_samples),
             mode=None if task.start is None else task.start.mode_in(task.prior.scale),
             max_steps=evidence.max_steps,
             # Where the prior decides, standard deviations go with `α^{-1/2}`: `log α` is needed to twice their error.
@@ -690,8 +678,7 @@ class Method(ABC):
                 f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in found.history]}. "
                 + (task.budget.advice or "Raise `max_steps` of `Evidence`, or `tolerance`.")
             )
-        remark = f", and {held} samples in EM" if held < evidence.num_samples else ""
-        found = replace(found, problems=problems, work=solver, remark=remark)
+        found = replace(found, problems=problems, work=solver)
         return found.within(evidence.precision_bounds, evidence.noise_bounds)
 
     def fit(self, task: Task, found: Hyperparameters) -> Fit:
@@ -856,7 +843,7 @@ def by_traces(
 
 
 def traces_of(task: Task, accurate: Callable[[Traces], bool], num_probes: int = _EVIDENCE_PROBES) -> Traces:
-    """Traces of the curvature by a Krylov run within memory; `accurate` as of `krylov_traces`."""
+    """Traces of the curvature by a Krylov run within memory; `accurate` as in `krylov_traces`."""
     max_basis = basis_that_fits(task.memory, task.num_samples)
     draws = Draws(max(1, min(num_probes, max_basis // 4)), task.seed, Stream.EVIDENCE)
     at = overall_precision(task.prior)

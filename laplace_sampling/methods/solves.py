@@ -111,9 +111,6 @@ class Krylov(Solves):
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
         return BASIS_STACKS * basis_that_fits(memory, num_samples)
 
-    def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        return 0
-
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> BlockKrylov:
         # Where accuracy is cheap: the error of the function that samples may have.
         return BlockKrylov(min(2 * tolerance, 0.5), max_basis=basis_that_fits(task.memory, task.num_samples))
@@ -191,7 +188,7 @@ class Stochastic(Solves):
 
     @property
     def stacks(self) -> int:
-        # The peak of a fit in float32, as of `Krylov.stacks`: at half a fit that may take 100 vectors, and 17 for the
+        # The peak of a fit in float32, as in `Krylov.stacks`: at half a fit that may take 100 vectors, and 17 for the
         # product, takes 169 (plain) and 179; at twice 68 and 71, and a tenth to two fifths more passes.
         return 16 if self.plain else 22
 
@@ -230,9 +227,6 @@ class Stochastic(Solves):
 
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
         return 0 if self.plain else self.rank(memory, num_samples)
-
-    def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        return self._SVRG_STACKS * self.preconditioner_vectors(memory, num_samples)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         settings = self.solver

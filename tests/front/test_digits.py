@@ -1,13 +1,14 @@
 """Solvers and EM on digits, beside dense algebra."""
 
 import functools
+import runpy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.hyperparameters.em import fit_em
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
@@ -22,6 +23,8 @@ from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Solution, Solver
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("digits")]
+
+DEMO = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "demo.py"))
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,13 @@ class Problem:
 
 @functools.cache
 def problem(num_train: int) -> Problem:
-    data = digits(num_train, 0.0)
-    network = Linearisation(train(cnn, data, nn.CrossEntropyLoss(), 60, "digits"))
-    features = DenseFeatures(torch.cat([network.jacobian(x) for x in data.x.split(200)]))
-    f = network(data.x)
-    return Problem(LinearModel(features, torch.zeros_like(f), f, data.y, Categorical()), network.layers())
+    data, _ = DEMO["digits"](num_train, 0.0)
+    with torch.random.fork_rng():
+        network = Linearisation(DEMO["trained"](data, 60))
+    x, y = data.tensors
+    features = DenseFeatures(torch.cat([network.jacobian(part) for part in x.split(200)]))
+    f = network(x)
+    return Problem(LinearModel(features, torch.zeros_like(f), f, y, Categorical()), network.layers())
 
 
 def sampled(solver: Solver, num_samples: int) -> tuple[Solution, float]:

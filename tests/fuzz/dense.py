@@ -23,17 +23,6 @@ def flat_outputs(model: nn.Module, x: object) -> Tensor:
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
-def jacobian(model: nn.Module, weights: list[Tensor], x: object) -> Tensor:
-    """`[N, C, P]`, by one reverse pass for each output of each datum."""
-    out = flat_outputs(model, x)
-    rows = []
-    for entry in out.flatten():
-        grads = torch.autograd.grad(entry, weights, retain_graph=True, allow_unused=True)
-        filled = [torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)]
-        rows.append(torch.cat([g.flatten() for g in filled]))
-    return torch.stack(rows).reshape(*out.shape, -1).double().detach()
-
-
 def losses(kind: str, y: Tensor, shape: tuple[int, ...], weights: Tensor, noise: Tensor) -> Loss:
     """The sum of losses, from torch's own.
 

@@ -7,8 +7,9 @@ from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
+import reference
 import torch
-from fuzz.dense import Dense, Loss, curvature, flat_outputs, jacobian, losses
+from fuzz.dense import Dense, Loss, curvature, flat_outputs, losses
 from fuzz.small_networks import ACTIVATIONS, NETWORKS, Sizes, build
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -285,11 +286,12 @@ def _problem(example: Example) -> Problem:
     precise, exact_x = copy.deepcopy(model).double(), _as(x, torch.float64)
     parameters: dict[str, Tensor] = dict(precise.named_parameters())
     names = [name for name, weight in parameters.items() if PARAMETERS[example.parameters][1](name, weight)]
-    weights = [parameters[name].requires_grad_() for name in names]
-    J = jacobian(precise, weights, exact_x)
+    for name, weight in parameters.items():
+        weight.requires_grad_(name in names)
+    J = reference.jacobian(precise, exact_x)
     with torch.no_grad():
         f = flat_outputs(precise, exact_x)
-    w = torch.cat([weight.detach().flatten() for weight in weights])
+    w = torch.cat([parameters[name].detach().flatten() for name in names])
     affine = example.linear_model == "affine" or (example.linear_model == "auto" and kind == "regression")
     offset = f - J @ w if affine else torch.zeros_like(f)
     loss = partial(losses, kind, _columns(kind, y), tuple(out.shape[1:]), multiplicity)

@@ -201,21 +201,6 @@ def test_bounds_callback_and_limits_are_applied() -> None:
     assert fit_em(fixed, prior, Draws(2, 0), Dense(), max_steps=2).likelihood == fixed.likelihood
 
 
-def test_history_records_what_happened() -> None:
-    model = toy(40, width=10)
-    prior = built("g-prior", model, 1.0)
-    solver = SGD(epochs=5, batch_size=20)
-    first = fit_em(model, prior, Draws(4, 0), solver, max_steps=1).history[0]
-    assert first.prior_precision == [1.0]
-    assert first.noise_precision == [pytest.approx(100.0)]
-    assert first.effective_dimension_se[0] > 0
-    assert first.loss < first.network_loss
-    assert 0 < first.sample_residual <= 1
-    assert 0 < first.mode_residual < 1
-    assert first.seconds > 0
-    assert first.passes > 4 * 100 * 20 / 40
-
-
 @pytest.mark.parametrize("slope", [-1.0, -1.8, -2.5])
 def test_damped_steps_end_where_those_of_the_map_itself_oscillate(slope: float) -> None:
     x, steps = torch.tensor([1.0, -2.0], dtype=torch.float64), DampedSteps()

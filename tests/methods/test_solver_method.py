@@ -139,7 +139,4 @@ def test_rows_and_what_is_held_fit_in_memory(method: Method, vectors: int) -> No
     assert rows >= 1
     assert rows == 1 or held + rows * method.stacks <= vectors
     assert rows == 1 or rows > method.rows(memory, num_samples, held=2 * method.stacks)
-    in_em = method.em_samples(memory, 16, num_samples)
-    assert 1 <= in_em <= 16
-    assert in_em == 1 or method.making_vectors(memory, num_samples) + method.stacks + 2 * in_em <= vectors
-    assert vectors < 10**6 or in_em == 16
+    assert method.em_rows(SGD(), memory, num_samples, 16) <= 16
