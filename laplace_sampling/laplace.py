@@ -67,7 +67,7 @@ class LinearisedLaplace:
         prior: `"isotropic"`, `"g-prior"`, which does not depend on the scale of weights before a normalisation,
             `"layerwise"`, or a `Prior`, which also sets where the fit of its precision starts.
         parameters: which weights are random: `"last_layer"`; names or globs, with a leading `"!"` those that are not; a
-            predicate; masks by name, as of `largest_variance`; all trainable ones by default.
+            predicate; masks by name, such as those of `largest_variance`; all trainable ones by default.
         method: `"exact"`, dense algebra, for small problems; `"krylov"`, block Krylov on all data; `"stochastic"`,
             mini-batches, for many data; `"dual"`, conjugate gradients in observation space, for regressions; `"kfac"`
             and `"diagonal"`, which leave out correlations; `"subset"`, the full covariance of a part of the data;
@@ -85,7 +85,7 @@ class LinearisedLaplace:
 
     Attributes:
         prior_precision_: `α`, `[G]`, one a group of the prior.
-        prior_scale_: `s`, `[P]`, prior standard deviations of the weights at `α = 1`; ones but for a g-prior.
+        prior_scale_: `s`, `[P]`, prior standard deviations of the weights at `α = 1`, all one without a g-prior.
         noise_precision_: `1/σ²` of predictions, a scalar or `[C]`; `None` unless the likelihood is Gaussian.
         effective_dimension_: `γ`, `[G]`: how many directions of weight space the data determine.
         converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
@@ -440,8 +440,8 @@ class LinearisedLaplace:
             num_samples: use only the first so many of `samples_`.
             outputs: names of attributes of predictions, such as `"probs"`, `"mean"`, `"samples"`, `"entropy"`; by
                 default `"probs"` or `"mean"`, and `"stddev"` and `"epistemic"` where there are such.
-            example: inputs as of `predict`, with which the network is traced and the module checked; by default the few
-                training data that the posterior keeps to know its network again.
+            example: inputs of `predict`, with which the network is traced and the module checked. By default the few
+                training data that the posterior keeps to recognise its network.
 
         Raises:
             NotFittedError: before a fit.
@@ -786,7 +786,7 @@ class LinearisedLaplace:
         self._fitted, self._unfinished = Fitted(posterior, of_earlier_weights=True), ()
 
     def save(self, path: File, *, include_data: bool = True) -> None:
-        """Write `state_dict()` to a file, which holds the inputs of a few training data, or all data: see there.
+        """Write `state_dict()` to a file, which holds some or all training data (see `state_dict`).
 
         It is written to a temporary file in the same folder, flushed to the disk, and put in the place of an older
         file: whatever happens meanwhile, that one or the new one is there, and whole. A process that is killed may
@@ -822,7 +822,7 @@ class LinearisedLaplace:
                 measurements, `Gaussian(observe=T)`.
             prior: needed only if it is not one of the library's own.
             method: needed only if it is not one of the library's own.
-            process_group: as of the constructor, whatever the number of processes was that saved it.
+            process_group: as in the constructor, for later fits; any number of processes may have saved the file.
 
         Raises:
             OSError: if the file cannot be opened.

@@ -247,7 +247,7 @@ class Stochastic(Solves):
 
     @property
     def stacks(self) -> int:
-        # The peak of a fit in float32, as of `Krylov.stacks`: at half a fit that may take 100 vectors, and 17 for the
+        # The peak of a fit in float32, as in `Krylov.stacks`: at half a fit that may take 100 vectors, and 17 for the
         # product, takes 169 (plain) and 179; at twice 68 and 71, and a tenth to two fifths more passes.
         return 16 if self.plain else 22
 

@@ -173,10 +173,11 @@ class SampledPrediction(Prediction):
     """
 
     def log_prob(self, y: Any) -> Float[Tensor, " N"]:
-        """`log p(y_n)` of each datum, of the mean over the samples; joint over those of its outputs that have a target.
+        """`log p(y_n)` of each datum, where `p` is the mean density over the samples.
 
-        It is 0 for a datum without any. Of one soft label it is `Σ_c y_c log p_c` with the mean probabilities `p`,
-        minus the cross-entropy; of several, as of pixels, the mean over samples is of the exponentials of their sum.
+        It is joint over the outputs of the datum that have a target, and 0 where none has. For one soft label it is
+        `Σ_c y_c log p_c` with the mean probabilities `p`, minus the cross-entropy. For several soft labels, such as
+        those of pixels, it is the logarithm of the mean over samples of `exp Σ y_c log p_c`.
         """
         draws, likelihood, targets = self._drawn(y)
         return likelihood.mean_log_prob(draws, targets)
@@ -476,10 +477,11 @@ class ClassificationPrediction(SampledPrediction):
 
     @property
     def epistemic(self) -> Tensor:
-        r"""How unlike the training data a datum is, or how likely wrong: larger for worse; shape as of `entropy`.
+        r"""How unlike the training data a datum is, or how likely to be wrong; a larger number is worse.
 
-        The variance of the log-odds `m_c = f_t − f_c` between the most probable class `t` and the others, relative to
-        their size, times the number of classes between which the prediction is undecided,
+        Its shape is that of `entropy`. It is the variance of the log-odds `m_c = f_t − f_c` between the most probable
+        class `t` and the others, relative to their size, times the number of classes that the prediction hesitates
+        between,
 
             exp(H) · Σ_c var(m_c) / Σ_c (1 + m_c²).
 
