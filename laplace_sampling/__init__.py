@@ -2,12 +2,12 @@
 
 from importlib.metadata import version
 
-from laplace_sampling.criterion import Criterion, Evidence, LeftOutLabels, SelfConsistency, Validation
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import save_onnx
 from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.hyperparameters.criteria import Criterion, Evidence, LeftOutLabels, SelfConsistency, Validation
 from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
-from laplace_sampling.hyperparameters.em import Step, StopFit
+from laplace_sampling.hyperparameters.hyperparameters import Step, StopFit
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.largest_variance import largest_variance
 from laplace_sampling.likelihoods.bernoulli import Bernoulli

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from laplace_sampling.held_out import HeldOut
-from laplace_sampling.hyperparameters.validation import check_finite
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.held_out import HeldOut, check_finite
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.method import Fit
 from laplace_sampling.networks.linearisation import Linearisation
@@ -68,7 +67,7 @@ def calibrated_by(
     """The posterior of a fit, calibrated by held-out data if there are any, and what is wrong with its error bars."""
     calibration, problems = calibration_of(fit, tangent, held_out is not None)
     posterior = Posterior.of(fit, tangent, network, calibration, unequal_noise)
-    if held_out is not None and fit.tuned.calibration is None:
+    if held_out is not None and fit.found.calibration is None:
         posterior = calibrated(held_out, network, posterior, fit)
     others = held_out_problems(held_out, tangent, posterior.likelihood, posterior.calibration)
     return posterior, [*problems, *others, *posterior.calibration.problems]

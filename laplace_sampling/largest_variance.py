@@ -11,7 +11,6 @@ from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.closed_form import FactoredFit
-from laplace_sampling.methods.method import Tuned
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
 
@@ -31,15 +30,15 @@ def largest_variance(
 
     With the other weights fixed, these leave the smallest Wasserstein distance to the diagonal posterior,
     `W₂² = Σ_{p∉S} 1/(M_pp + A_pp)` (Daxberger et al. 2021); in the subnetwork itself all correlations count. Weights
-    that the training data do not see, `M_pp = 0`, as of dead units and inputs that are always zero, would come first;
+    that the training data do not see, `M_pp = 0`, as for dead units and inputs that are always zero, would come first;
     they come last, as they would make up a subnetwork without any effect.
 
     Args:
         model: the trained network.
-        likelihood: as of `LinearisedLaplace`.
+        likelihood: as in `LinearisedLaplace`.
         loader: the training data.
         k: how many weights.
-        data: as of `fit`.
+        data: as in `fit`.
         settings: of the `LinearisedLaplace` that gives the variances. By default the prior is isotropic; then its
             precision does not matter, the smallest `M_pp` win.
 
@@ -75,7 +74,7 @@ def largest_variance(
             "that."
         )
     task = chosen.method.prepare(prepare(chosen, network, loader, data))
-    fit = task.method.fit(task, Tuned(), tolerance=0.015)
+    fit = task.method.fit(task, task.given)
     assert isinstance(fit, FactoredFit)
     # Weights that the data do not see have the prior's variance, the largest of all, and no effect.
     is_seen = fit.curvature.eigenvalues() > 0

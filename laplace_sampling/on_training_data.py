@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from laplace_sampling.data.batches import flattened
-from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.labels import Labels
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.held_out import HeldOut
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.method import Fit
 from laplace_sampling.methods.verification import NEARLY_ALL
@@ -297,7 +297,7 @@ def calibration_of(fit: Fit, tangent: TangentModel, held_out: bool) -> tuple[Cal
 
     A criterion may have chosen it together with the prior precision.
     """
-    together, likelihood = fit.tuned.calibration, fit.model.likelihood
+    together, likelihood = fit.found.calibration, fit.model.likelihood
     if together is not None:
         return together, []
     if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from laplace_sampling.curvature.kronecker import CURVATURE, restored_curvature
 from laplace_sampling.data.batches import storable
-from laplace_sampling.hyperparameters.em import Step
+from laplace_sampling.hyperparameters.hyperparameters import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted
@@ -109,7 +109,7 @@ class Posterior:
             effective_dimension=gamma,
             effective_dimension_se=gamma_se,
             method=fit.method,
-            history=[step.shifted(tangent.log_scale) for step in fit.tuned.history],
+            history=[step.shifted(tangent.log_scale) for step in fit.found.history],
             rows=tangent.data.batch_size,
             fingerprint=network.fingerprint(),
             function=FunctionFingerprint.of(network, tangent.data),

@@ -10,9 +10,9 @@ from torch import Tensor
 from laplace_sampling.arguments import check_flag, check_positive
 from laplace_sampling.data.batches import split
 from laplace_sampling.data.training_data import Data
-from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, measure, rows_in_memory
+from laplace_sampling.linear_model.held_out import HeldOut, check_calibration
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model_of
 from laplace_sampling.methods.method import Fit
@@ -77,7 +77,9 @@ def prepare_with_held_out(
         check_calibration("val_loader", settings.observation, data.noise_variances is not None)
     problem = prepare(settings, network, loader, data, budget=budget, progress=progress)
     unpack = Data(unpack=data.unpack)
-    return problem, None if val_loader is None else HeldOut.read(val_loader, network, settings, unpack)
+    return problem, None if val_loader is None else HeldOut.read(
+        val_loader, network, settings.likelihood, settings.processes, unpack
+    )
 
 
 def _check_alike(settings: Settings, network: Linearisation) -> None:

@@ -23,18 +23,28 @@ from laplace_sampling.networks.linearisation import Linearisation
 PRIORS = {"isotropic": IsotropicPrior(), "g-prior": GPrior(), "layerwise": LayerwisePrior()}
 
 
+def dense_model(name: str, kind: str = "homogeneous") -> LinearModel:
+    """The linear model of a case with its Jacobian in memory, which is fast."""
+    model = make_case(name).linear_model(kind)
+    return replace(model, features=DenseFeatures.of(model.features))
+
+
+def built(prior: str, model: LinearModel, precision: float) -> GaussianPrior:
+    """A prior of two layers, of half of the weights each."""
+    size = model.features.size
+    layers = (["first", "second"], (torch.arange(size) >= size // 2).long())
+    noise = Draws(64, 0, 1).noise(model.features.num_outputs)
+    return replace(PRIORS[prior], precision=precision).build(model.ggn(model.network_outputs), layers, noise)
+
+
 def setting(case: Case, prior: str, precision: float = 0.8):
-    """The linear model with dense features (fast), its GGN and a prior."""
+    """The linear model with dense features, its GGN and a prior."""
     model = case.linear_model("affine")
     model = replace(model, features=DenseFeatures.of(model.features))
-    ggn = model.ggn(model.network_outputs)
-    layers = ([f"l{i}" for i in range(2)], (torch.arange(ggn.size) > ggn.size // 2).long())
-    built = replace(PRIORS[prior], precision=precision).build(
-        ggn, layers, Draws(64, 0, 1).noise(ggn.features.num_outputs)
-    )
+    made = built(prior, model, precision)
     if prior == "layerwise":
-        built = built.with_precision(torch.tensor([0.5, 3.0]))
-    return model, ggn, built
+        made = made.with_precision(torch.tensor([0.5, 3.0]))
+    return model, model.ggn(model.network_outputs), made
 
 
 # Agreement of observation space and weight space, relative to the largest entry.

@@ -82,3 +82,11 @@ def moderate(num_data: int = 300, outputs: int = 2, size: int = 8, rows: int = 3
     precision = scale * (1 + 20 * torch.rand(size, generator=g, dtype=torch.float64))
     centre, linear = torch.randn(2, rows, size, generator=g, dtype=torch.float64)
     return Quadratic(ggn, precision, centre, scale * 30 * linear)
+
+
+def random_spectrum(size: int = 300) -> tuple[GGN, Tensor]:
+    g = torch.Generator().manual_seed(4)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))[0]
+    spectrum = 1e4 * torch.arange(1, size + 1, dtype=torch.float64) ** -1.5
+    features = DenseFeatures((spectrum.sqrt()[:, None] * basis)[:, None])
+    return GGN(features, Gaussian(1.0), torch.zeros(size, 1, dtype=torch.float64)), spectrum

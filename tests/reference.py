@@ -15,18 +15,19 @@ from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 
 
-def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+def jacobian(model: nn.Module, x: Tensor | dict[str, Tensor]) -> Tensor:
     """`[N, C, P]` by one reverse pass an output, over the parameters that require a gradient."""
     weights = [p for p in model.parameters() if p.requires_grad]
+    data = zip(*[part.split(1) for part in x.values()], strict=True) if isinstance(x, dict) else x.split(1)
     rows = []
-    for n in range(len(x)):
-        out = model(x[n : n + 1])
+    for datum in data:
+        out = model(**dict(zip(x, datum, strict=True))) if isinstance(x, dict) else model(datum)
         out = torch.cat([part.reshape(-1) for part in (out.values() if isinstance(out, dict) else [out])])
         for c in range(len(out)):
             grads = torch.autograd.grad(out[c], weights, retain_graph=True, allow_unused=True)
             filled = [torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)]
             rows.append(torch.cat([g.reshape(-1) for g in filled]))
-    return torch.stack(rows).reshape(len(x), -1, len(rows[0]))
+    return torch.stack(rows).unflatten(0, (-1, len(out)))
 
 
 def loss(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -99,3 +100,10 @@ def mode(likelihood: Likelihood, J: Tensor, offset: Tensor, y: Tensor, A: Tensor
 def effective_dimension(M: Tensor, A: Tensor) -> float:
     """`Tr(H⁻¹M)`."""
     return float(torch.linalg.solve(M + torch.diag(A), M).trace())
+
+
+def normal(covariances: Tensor, num: int, generator: torch.Generator) -> Tensor:
+    """Samples `[num, N, C]` of normal distributions with covariances `[N, C, C]` and mean zero."""
+    values, vectors = torch.linalg.eigh(covariances)
+    white = torch.randn(num, *values.shape, generator=generator, dtype=torch.float64)
+    return torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)

@@ -1,8 +1,4 @@
-r"""Steps along the changes of a fixed-point map, shorter where they oscillate.
-
-The record of one step of a fit of hyperparameters.
-
-Hyperparameters by expectation maximisation on samples (thesis §6.2, Alg. 3–4, with their errata).
+r"""Hyperparameters by expectation maximisation on samples (thesis §6.2, Alg. 3–4, with their errata).
 
 One step: samples and mode at the current `(α, b)`; the effective dimension `γ = Tr(H⁻¹M)`; then MacKay's update
 `α ← γ/‖θ̄‖²` and, for a Gaussian likelihood, `b ← (N·C − γ)/‖y − f‖²`.
@@ -11,12 +7,13 @@ One step: samples and mode at the current `(α, b)`; the effective dimension `γ
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
@@ -48,82 +45,6 @@ class DampedSteps:
         self.length = 0.5 * self.length if self.direction < 0 else min(1.0, 2 * self.length)
         self.last = change
         return self.length * change
-
-
-class StopFit(Exception):
-    """Raised by a `callback` of `fit_hyperparameters`, it ends the fit without an error, as `break` ends a loop.
-
-    What was fitted before is kept, and `history_` has the steps that were made. Any other exception ends the fit
-    likewise, and goes on to the caller.
-    """
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of `fit_hyperparameters`. Vectors have one entry a group of the prior; losses are sums over the data.
-
-    A field is `None` where the likelihood or the method has no such quantity.
-
-    Attributes:
-        step: counted from 1.
-        prior_precision: `α` to which all other values of the step belong: the one from which a step of EM starts, or
-            the one that a step finds on a curve along `α`; `new_prior_precision` is that of the next step.
-        noise_precision: `b` to which they belong, of a Gaussian likelihood.
-        effective_dimension: `γ` at this `α` and `b`; `effective_dimension_se` is its standard error, of methods that
-            estimate it.
-        mode_norm: `‖θ̄‖²` in the scaled coordinates of the prior.
-        loss: `Σ_i ℓ(y_i, h(θ̄, x_i))`, or that of the network where no mode is needed; `network_loss` is the same sum
-            for the network itself.
-        mode_residual: norm of the gradient at `θ̄`, relative to that at zero, where the mode is sought by iterations.
-        sample_residual: largest residual of a sample, of methods that sample in each step.
-        passes: Jacobian products, in units of all data and one vector.
-        seconds: wall time of the step.
-    """
-
-    step: int
-    prior_precision: list[float]
-    new_prior_precision: list[float]
-    effective_dimension: list[float]
-    mode_norm: list[float] | None
-    loss: float
-    network_loss: float
-    passes: float
-    seconds: float
-    noise_precision: list[float] | None = None
-    effective_dimension_se: list[float] | None = None
-    mode_residual: float | None = None
-    sample_residual: float | None = None
-
-    def to_dict(self) -> dict[str, float]:
-        """Numbers by name, as loggers take them: those of several groups with `/0`, `/1`, … behind the name.
-
-        Fields that are `None` are left out.
-        """
-        flat: dict[str, float] = {}
-        for name, value in asdict(self).items():
-            if isinstance(value, list) and len(value) > 1:
-                flat |= {f"{name}/{group}": number for group, number in enumerate(value)}
-            elif value is not None:
-                flat[name] = value[0] if isinstance(value, list) else value
-        return flat
-
-    def shifted(self, loss: float) -> "Step":
-        """Returns the step with a constant added to the losses."""
-        return replace(self, loss=self.loss + loss, network_loss=self.network_loss + loss)
-
-
-@dataclass(frozen=True)
-class EMResult:
-    """What `fit_em` ends with; `mode`, `[P]`, is that of the last step, unscaled."""
-
-    prior: GaussianPrior
-    likelihood: Likelihood
-    mode: Float[Tensor, " P"]
-    mode_outputs: Float[Tensor, "N C"]
-    effective_dimension: Float[Tensor, " G"]
-    effective_dimension_se: Float[Tensor, " G"]
-    converged: bool
-    history: list[Step] = field(default_factory=list)
 
 
 def leverage_of(solution: Solution, prior: GaussianPrior) -> Float[Tensor, "L G"]:
@@ -362,7 +283,7 @@ def fit_em(
     afford: Afford = unlimited,
     progress: bool = False,
     callback: Callable[[Step], object] | None = None,
-) -> EMResult:
+) -> Hyperparameters:
     r"""Expectation maximisation for the prior precision and the noise precision, with frozen draws and warm starts.
 
     Args:
@@ -397,19 +318,13 @@ def fit_em(
                 break
             if not afford(iteration.history[-1].passes):
                 break
-    return _result(iteration, expectation, prior.scale)
-
-
-def _result(iteration: _Iteration, expectation: _Expectation, scale: Float[Tensor, " P"]) -> EMResult:
-    return EMResult(
+    return Hyperparameters(
         prior=iteration.prior,
         likelihood=iteration.model.likelihood,
-        mode=(expectation.minimum.value * scale)[0],
-        mode_outputs=expectation.mode_outputs,
-        effective_dimension=expectation.gamma,
-        effective_dimension_se=expectation.gamma_se,
+        mode=(expectation.minimum.value * prior.scale)[0],
         converged=iteration.converged,
         history=iteration.history,
+        criterion="evidence",
     )
 
 

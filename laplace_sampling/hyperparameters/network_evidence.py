@@ -22,7 +22,8 @@ from torch import Tensor
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.hyperparameters.curves import MarginalLikelihood, Traces
-from laplace_sampling.hyperparameters.rules import SearchCost, Selected, Selection
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
+from laplace_sampling.hyperparameters.rules import SearchCost, Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.bounds import clamped, mackay_root
 from laplace_sampling.linear_model.features import Features
@@ -149,7 +150,7 @@ class ByNetworkEvidence(Selection):
         seed: int,
         weight_norm: float,
         near: float | None = None,
-    ) -> Selected:
+    ) -> Hyperparameters:
         likelihood = model.likelihood
         assert isinstance(likelihood, Gaussian)
         assert isinstance(path, FactoredPath)
@@ -160,4 +161,13 @@ class ByNetworkEvidence(Selection):
             likelihood = likelihood.with_precision(clamped(before * factor, self.noise_bounds))
         # The path is that of the noise before. No product with the network is made.
         gamma = path.effective_dimension(alpha * before / float(likelihood.noise_precision))
-        return Selected(alpha, likelihood, Calibration(), gamma, passes=0.0)
+        return in_one_step(
+            model,
+            path.prior,
+            alpha,
+            likelihood,
+            effective_dimension=gamma,
+            passes=0.0,
+            criterion=self.name,
+            calibration=Calibration(),
+        )

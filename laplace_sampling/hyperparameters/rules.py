@@ -42,6 +42,7 @@ from jaxtyping import Float
 from torch import Tensor, zeros_like
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, by_rows, function_draws, num_samples
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import mackay_root
@@ -57,27 +58,6 @@ from laplace_sampling.solvers.recorded import recorded
 
 # Precisions of the grid in each decade: predicted standard deviations of two neighbours differ by less than a half.
 PER_DECADE = 3
-
-
-@dataclass(frozen=True)
-class Selected:
-    """What a rule chose.
-
-    Attributes:
-        alpha: the prior precision.
-        likelihood: with its noise precision, if the rule chose that as well.
-        calibration: of predictions.
-        effective_dimension: `γ` there.
-        passes: Jacobian products of the rule itself, in units of all training data and one vector.
-        problems: what is wrong, in words.
-    """
-
-    alpha: float
-    likelihood: Likelihood
-    calibration: Calibration
-    effective_dimension: float
-    passes: float
-    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,8 +126,8 @@ class Selection(ABC):
         seed: int,
         weight_norm: float,
         near: float | None = None,
-    ) -> Selected:
-        """The prior precision of a linear model whose posterior is known for all of them.
+    ) -> Hyperparameters:
+        """The hyperparameters of a linear model whose posterior is known for every prior precision, found in one step.
 
         Args:
             model: on the training data.
@@ -322,7 +302,7 @@ class LossRise(Selection):
         seed: int,
         weight_norm: float,
         near: float | None = None,
-    ) -> Selected:
+    ) -> Hyperparameters:
         num_data = self.num_data(model.features)
         some = model.with_targets(some_of(model.features, num_data, None if self.in_order else seed))
         features = SomeFeatures(model.features, some)
@@ -342,13 +322,16 @@ class LossRise(Selection):
             "data."
         )
         spent = search_cost(features, len(some), self._DRAWS, share.cache_info().currsize, fixed_vjps=vjps)
-        return Selected(
+        return in_one_step(
+            model,
+            path.prior,
             alpha,
             model.likelihood,
-            Calibration(),
-            path.effective_dimension(alpha),
+            effective_dimension=path.effective_dimension(alpha),
             passes=(spent.jvps + spent.vjps + spent.fixed_vjps) / (2 * model.features.num_data),
-            problems=() if number else (problem,),
+            problems=[] if number else [problem],
+            criterion=self.name,
+            calibration=Calibration(),
         )
 
     def _share_used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple[ShareUsed, int]:

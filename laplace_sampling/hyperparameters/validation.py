@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, function_draws
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
 from laplace_sampling.hyperparameters.rules import (
     PER_DECADE,
     SearchCost,
-    Selected,
     Selection,
     grid,
     nearest,
@@ -32,6 +32,7 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, Bounds, clamped
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.held_out import check_finite
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.predictions.calibration import (
     LOG_SCALE,
@@ -74,7 +75,7 @@ class Validation(Selection):
         seed: int,
         weight_norm: float,
         near: float | None = None,
-    ) -> Selected:
+    ) -> Hyperparameters:
         features, draws = self.model.features, Draws(_DRAWS, seed, Stream.VALIDATION)
         # An infinite variance would leave no precision to try.
         check_finite(torch.tensor(path.prior_variance(features, Draws(1, seed, Stream.VALIDATION))))
@@ -86,12 +87,15 @@ class Validation(Selection):
             start = None if near is None else nearest(alphas, near)
             alpha, calibration, spent = self._of_labels(path, alphas, draws, start)
         products = features.num_data + spent.jvps + spent.vjps
-        return Selected(
+        return in_one_step(
+            model,
+            path.prior,
             alpha,
             likelihood,
-            calibration,
-            path.effective_dimension(alpha),
+            effective_dimension=path.effective_dimension(alpha),
             passes=products / (2 * model.features.num_data),
+            criterion=self.name,
+            calibration=calibration,
         )
 
     def _of_labels(
@@ -200,12 +204,3 @@ def _widest(log_likelihood: Callable[[int], float], number: int, price: float, s
         best += 1
         largest = max(largest, log_likelihood(best))
     return best
-
-
-def check_finite(*found: Tensor) -> None:
-    """Raise if what is predicted of held-out data is not finite."""
-    if not all(bool(values.isfinite().all()) for values in found):
-        raise ValueError(
-            "The outputs of the model on the data of `val_loader`, or their error bars, contain NaN or infinity: "
-            "check these data, or leave them out."
-        )

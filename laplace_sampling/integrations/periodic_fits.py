@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laplace_sampling.arguments import check_positive, check_whole
-from laplace_sampling.criterion import as_criterion
 from laplace_sampling.data.batches import batched, flattened, take
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.random_state import PrivateRandomness
 from laplace_sampling.data.training_data import Data, TrainingData
 from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.hyperparameters.criteria import as_criterion
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.closed_form import Exact, Factored
@@ -175,7 +175,7 @@ class PeriodicFits:
             la, warm = self._at(model), self._first > 0
             processes = la.settings.processes
             criterion = as_criterion(self._options.get("criterion", "auto"))
-            held_out = val_loader if criterion is not None and criterion.name == "validation" else None
+            held_out = val_loader if criterion.name == "validation" else None
             # A later fit starts from the one before, and may take half of what the first one cost.
             budget = self.budget and Strict(self._first / 2 if warm else self.budget)
             with _buffers_of_first(la.network.source, processes):

@@ -158,11 +158,31 @@ class Features(ABC):
 
 
 class DerivedFeatures(Features):
-    """Features made from others, on the same device and with the same dtype."""
+    """`T Φ_D S`: features made from others by linear maps, on the same device and in the same dtype.
+
+    A subclass overrides what differs from the identity: the data `D`, the map `S` of weights, which is symmetric, the
+    map `T` of outputs, and its transpose.
+    """
 
     def __init__(self, features: Features, num_data: int, num_outputs: int) -> None:
         self.features, self.num_data, self.num_outputs = features, num_data, num_outputs
         self.size, self.batch_size = features.size, features.batch_size
+
+    def of_data(self, batch: Tensor) -> Tensor:
+        """The indices of a batch among the data of the other features."""
+        return batch
+
+    def of_weights(self, v: Float[Tensor, "*K P"]) -> Float[Tensor, "*K P"]:
+        """`S v`."""
+        return v
+
+    def of_outputs(self, f: Float[Tensor, "K n D"], batch: Tensor) -> Float[Tensor, "K n C"]:
+        """`T f`."""
+        return f
+
+    def to_outputs(self, u: Float[Tensor, "*K n C"], batch: Tensor) -> Float[Tensor, "*K n D"]:
+        """`Tᵀu`."""
+        return u
 
     @property
     def device(self) -> torch.device:
@@ -185,12 +205,33 @@ class DerivedFeatures(Features):
         return self.features.counts
 
     def own(self, batch: Tensor) -> Tensor | slice:
-        return self.features.own(batch)
+        return self.features.own(self.of_data(batch))
 
     def in_float64(self) -> Features:
         other = copy.copy(self)
         other.features = self.features.in_float64()
         return other
+
+    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
+        return self.of_outputs(self.features.jvp(self.of_weights(v), self.of_data(batch)), batch)
+
+    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.of_weights(self.features.vjp(self.to_outputs(u, batch), self.of_data(batch)))
+
+    def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
+        def of_others(f: Tensor) -> Tensor:
+            return self.to_outputs(curvature(self.of_outputs(f, batch)), batch)
+
+        return self.of_weights(self.features.ggn(self.of_weights(v), self.of_data(batch), of_others))
+
+    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.of_weights(self.features.vjp_each(self.to_outputs(u, batch), self.of_data(batch)))
+
+    def datum_rows(self, u: Tensor, batch: Tensor) -> DatumRows:
+        return self.features.datum_rows(self.to_outputs(u, batch), self.of_data(batch))
+
+    def rows(self, batch: Tensor) -> Tensor:
+        return self.of_weights(self.features.rows(self.of_data(batch)))
 
 
 class DenseFeatures(Features):
@@ -246,23 +287,11 @@ class ScaledFeatures(DerivedFeatures):
         super().__init__(features, features.num_data, features.num_outputs)
         self.scale = scale.to(features.device, features.dtype)
 
-    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
-        return self.features.jvp(v * self.scale, batch)
-
-    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp(u, batch) * self.scale
-
-    def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
-        return self.features.ggn(v * self.scale, batch, curvature) * self.scale
-
-    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp_each(u, batch) * self.scale
+    def of_weights(self, v: Tensor) -> Tensor:
+        return v * self.scale
 
     def datum_rows(self, u: Tensor, batch: Tensor) -> DatumRows:
-        return self.features.datum_rows(u, batch).scaled(self.scale)
-
-    def rows(self, batch: Tensor) -> Tensor:
-        return self.features.rows(batch) * self.scale
+        return super().datum_rows(u, batch).scaled(self.scale)
 
 
 class WeightedFeatures(DerivedFeatures):
@@ -277,20 +306,14 @@ class WeightedFeatures(DerivedFeatures):
         super().__init__(features, features.num_data, features.num_outputs)
         self.weights = weights.to(features.device, features.dtype)
 
-    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
-        return self.weights[batch] * self.features.jvp(v, batch)
+    def of_outputs(self, f: Tensor, batch: Tensor) -> Tensor:
+        return f * self.weights[batch]
 
-    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp(u * self.weights[batch], batch)
-
-    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp_each(u * self.weights[batch], batch)
-
-    def datum_rows(self, u: Tensor, batch: Tensor) -> DatumRows:
-        return self.features.datum_rows(u * self.weights[batch], batch)
+    def to_outputs(self, u: Tensor, batch: Tensor) -> Tensor:
+        return u * self.weights[batch]
 
     def rows(self, batch: Tensor) -> Tensor:
-        return self.features.rows(batch) * self.weights[batch][..., None]
+        return super().rows(batch) * self.weights[batch][..., None]
 
 
 class ObservedFeatures(DerivedFeatures):
@@ -300,14 +323,11 @@ class ObservedFeatures(DerivedFeatures):
         super().__init__(features, features.num_data, measurement.shape[0])
         self.measurement = measurement
 
-    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
-        return self.measurement.apply(self.features.jvp(v, batch))
+    def of_outputs(self, f: Tensor, batch: Tensor) -> Tensor:
+        return self.measurement.apply(f)
 
-    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp(self.measurement.adjoint(u), batch)
-
-    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp_each(self.measurement.adjoint(u), batch)
+    def to_outputs(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.measurement.adjoint(u)
 
     def rows(self, batch: Tensor) -> Tensor:
         # A VJP for each measurement: often there are far fewer of them than outputs.
@@ -327,26 +347,8 @@ class SomeFeatures(DerivedFeatures):
         super().__init__(features, len(some), features.num_outputs)
         self.some = some
 
-    def own(self, batch: Tensor) -> Tensor | slice:
-        return self.features.own(self.some[batch])
-
-    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
-        return self.features.jvp(v, self.some[batch])
-
-    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp(u, self.some[batch])
-
-    def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
-        return self.features.ggn(v, self.some[batch], curvature)
-
-    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp_each(u, self.some[batch])
-
-    def datum_rows(self, u: Tensor, batch: Tensor) -> DatumRows:
-        return self.features.datum_rows(u, self.some[batch])
-
-    def rows(self, batch: Tensor) -> Tensor:
-        return self.features.rows(self.some[batch])
+    def of_data(self, batch: Tensor) -> Tensor:
+        return self.some[batch]
 
 
 def some_of(features: Features, num: int, seed: int | None) -> Tensor:

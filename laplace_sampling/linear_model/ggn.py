@@ -49,7 +49,7 @@ class GGN(Operator):
     likelihood: Likelihood
     outputs: Float[Tensor, "N C"] = field(compare=False)
     targets: Tensor | None = field(default=None, compare=False)
-    held: "HeldCurvatures | None" = field(default=None, compare=False)
+    held: "HeldCurvature | None" = field(default=None, compare=False)
 
     def key(self) -> tuple[Any, ...]:
         """Tells a recorder products of this curvature from those of others (`solvers.recorded`)."""
@@ -155,7 +155,12 @@ class GGN(Operator):
             rows = self.features.rows(chunk).permute(2, 0, 1)
             yield self.likelihood.root_transpose(f, rows.contiguous(), y).flatten(1).T
 
+    def matrix(self) -> Float[Tensor, "P P"] | None:
+        held = self.dense()
+        return None if held is None else held.matrix
+
     def dense(self) -> DenseCurvature | None:
+        """`M` in full with what was once computed of it, where it is held for whoever asks again."""
         if self.held is None:
             return None
         features, scale = self.features, None
@@ -174,15 +179,17 @@ class GGN(Operator):
 
     def diagonal(self) -> Float[Tensor, " P"]:
         """`diag(M)`, exactly, by `C` VJPs for each datum."""
-        held = self.dense()
-        return self._diagonal() if held is None else held.matrix.diagonal().clone()
+        matrix = self.matrix()
+        return self._diagonal() if matrix is None else matrix.diagonal().clone()
 
     @recorded
     def _diagonal(self) -> Float[Tensor, " P"]:
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         with self.features.summing(total):
-            for rows in self._root_rows(self.features.own_chunks()):
-                total += (rows**2).sum(0)
+            columns, together = torch.eye(self.outputs.shape[1]), max(1, BLOCK_BYTES // (16 * self.size))
+            for chunk in (part for batch in self.features.own_chunks() for part in batch.split(together)):
+                for column in columns:
+                    total += self.rows_along(chunk, column.expand(len(chunk), -1)).squares_of_columns()
         return total
 
     @recorded
@@ -206,51 +213,27 @@ class GGN(Operator):
         return total
 
 
-@dataclass(frozen=True)
-class _Held:
-    """`M` of a linear model, and `diag(s) M diag(s)` for the last `s`."""
-
-    ggn: GGN
-    scale: Float[Tensor, " P"] | None
-    plain: DenseCurvature
-    scaled: DenseCurvature
-
-    @classmethod
-    def of(cls, ggn: GGN, scale: Tensor | None, plain: DenseCurvature) -> "_Held":
-        return cls(ggn, scale, plain, plain if scale is None else plain.congruent(scale))
-
-    def at(self, ggn: GGN, scale: Tensor | None) -> "_Held | None":
-        """Returns the matrix for another scale and a multiple of `M`, if it is one."""
-        factor = _ratio(ggn, self.ggn)
-        if factor is None:
-            return None
-        if factor == 1 and _same(scale, self.scale):
-            return self
-        plain = self.plain.times(factor)
-        if not _same(scale, self.scale):
-            return self.of(ggn, scale, plain)
-        return _Held(ggn, scale, plain, plain if self.scaled is self.plain else self.scaled.times(factor))
-
-
-class HeldCurvatures:
-    """Two `M` of the same features: at the outputs of the network, and at those of the mode."""
+class HeldCurvature:
+    """`M` of the last linear model that asked for it, and `diag(s) M diag(s)` for the last `s`."""
 
     def __init__(self) -> None:
-        self._held: list[_Held] = []
+        self._ggn: GGN | None = None
+        self._scale: Tensor | None = None
+        self._plain: DenseCurvature | None = None
+        self._scaled: DenseCurvature | None = None
 
     def of(self, ggn: GGN, scale: Float[Tensor, " P"] | None) -> DenseCurvature:
         """`diag(s) M diag(s)`; `M` is accumulated unless it, or a multiple of it, is held."""
-        for number, known in enumerate(self._held):
-            found = known.at(ggn, scale)
-            if found is not None:
-                del self._held[number]
-                break
+        factor = None if self._ggn is None else _ratio(ggn, self._ggn)
+        if factor is None or self._plain is None or self._scaled is None:
+            self._plain = self._scaled = None  # its memory is free before another one is made
+            self._plain = ggn.dense_curvature()
         else:
-            # The memory of the oldest is free before another one is made.
-            del self._held[1:]
-            found = _Held.of(ggn, scale, ggn.dense_curvature())
-        self._held.insert(0, found)
-        return found.scaled
+            self._plain, self._scaled = self._plain.times(factor), self._scaled.times(factor)
+        if self._scaled is None or not _same(scale, self._scale):
+            self._scaled = self._plain if scale is None else self._plain.congruent(scale)
+        self._ggn, self._scale = ggn, scale
+        return self._scaled
 
 
 def _ratio(ggn: GGN, held: GGN) -> float | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, ScaledFeatures
-from laplace_sampling.linear_model.ggn import GGN, HeldCurvatures, first_of
+from laplace_sampling.linear_model.ggn import GGN, HeldCurvature, first_of
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.placement import chosen
 from laplace_sampling.solvers.recorded import recorded
@@ -35,7 +35,7 @@ class LinearModel:
     network_outputs: Float[Tensor, "N C"] = field(compare=False)
     targets: Tensor = field(compare=False)
     likelihood: Likelihood
-    held: HeldCurvatures | None = field(default=None, compare=False)
+    held: HeldCurvature | None = field(default=None, compare=False)
 
     def outputs(self, theta: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         """`h(θ_k, x_i)` for all data."""

@@ -18,7 +18,7 @@ from laplace_sampling.likelihoods.likelihood import Likelihood, check_some_given
 from laplace_sampling.likelihoods.measurement import Observation, as_measurement
 from laplace_sampling.likelihoods.weighted import check_weights, weighted
 from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, ObservedFeatures, WeightedFeatures
-from laplace_sampling.linear_model.ggn import HeldCurvatures
+from laplace_sampling.linear_model.ggn import HeldCurvature
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.consistency import check_consistency
@@ -82,7 +82,7 @@ class TangentModel:
         rows, size = features.num_data * features.num_outputs, features.size
         if not is_accumulated(rows, size):
             features = DenseFeatures.of(features)
-        held = HeldCurvatures() if rows >= size else None
+        held = HeldCurvature() if rows >= size else None
         dense = replace(model, features=features, network_outputs=model.network_outputs.double(), held=held)
         return with_offset(dense, self.network.weights, self.kind)
 

@@ -34,7 +34,9 @@ from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.posterior import GramCovariance, GramPath, GramPosterior, of_largest_evidence
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, HeadPath
+from laplace_sampling.hyperparameters.criteria import Criterion
 from laplace_sampling.hyperparameters.curves import EvidencePath, ModeCurve, Traces
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
 from laplace_sampling.hyperparameters.network_evidence import ByNetworkEvidence
 from laplace_sampling.hyperparameters.rules import Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -45,19 +47,16 @@ from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, F
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel, Mode
 from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw_closed_form
 from laplace_sampling.methods.method import (
     Choice,
     Fit,
     Method,
     Task,
-    Tuned,
-    Tuning,
+    by_selection,
+    by_spectrum,
     has_path,
-    tuned_at,
-    tuned_by_selection,
-    tuned_by_spectrum,
 )
 from laplace_sampling.methods.problem import (
     MOST_BYTES,
@@ -125,7 +124,7 @@ def _leave_one_out(fit: Fit, covariance: FunctionCovariance) -> LeaveOneOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(Method):
-    """A posterior that leaves out correlations, and takes no solves but for the mode.
+    """A posterior that leaves out correlations, and solves for the mode only.
 
     Args:
         kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.
@@ -232,15 +231,15 @@ class Factored(Method):
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         return choice
 
-    def _by_network(self, likelihood: Likelihood, criterion: str) -> bool:
+    def _by_network(self, likelihood: Likelihood, criterion: Criterion) -> bool:
         """Whether the evidence is that of the network itself, since a search for the mode is most of its cost."""
-        return criterion == "auto" and self.kind != "last_layer" and isinstance(likelihood, Gaussian)
+        return criterion.name == "auto" and self.kind != "last_layer" and isinstance(likelihood, Gaussian)
 
-    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        by_network = self._by_network(task.model.likelihood, tuning.criterion)
+    def tune(self, task: Task) -> Hyperparameters:
+        by_network = self._by_network(task.model.likelihood, task.criterion)
         if task.selection is None and by_network and has_path(task):
-            task = replace(task, selection=ByNetworkEvidence(task.trained_weights, tuning.noise_bounds))
-        return super().tune(task, tuning)
+            task = replace(task, selection=ByNetworkEvidence(task.trained_weights, task.criterion.noise_bounds))
+        return super().tune(task)
 
     def covariance_path(self, task: Task) -> CovariancePath:
         return FactoredPath(self.curvature_at(task), task.prior)
@@ -258,24 +257,25 @@ class Factored(Method):
     def fit_of(self, *parts: Any) -> "FactoredFit":
         return FactoredFit(*parts)
 
-    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
+    def fit(self, task: Task, found: Hyperparameters) -> Fit:
         task.budget.add(dense=self._dense_spent(task))
-        if not isinstance(tuned.work, Curvature):
-            return super().fit(task, tuned, tolerance)
-        solver = self.make_solver(task, tolerance, None)
+        if not isinstance(found.work, Curvature):
+            return super().fit(task, found)
+        solver = self.make_solver(task, task.tolerance, None)
         assert isinstance(solver, FactoredSampler)
-        held = _at_noise(tuned.work, tuned.noise_before, task.model)
-        return super().fit(task, replace(tuned, work=replace(solver, held=held)), tolerance)
+        # The curvature is that of the noise from which the search started.
+        held = _at_noise(found.work, task.model, found.likelihood)
+        return super().fit(task, replace(found, work=replace(solver, held=held)))
 
 
-def _at_noise(curvature: Curvature, before: Tensor | None, model: LinearModel) -> Curvature | None:
-    """`M̂` with the noise of the model, which that of a regression is proportional to; `None` for noises by output."""
-    noise = model.likelihood.noise_precisions()
-    if noise is None or before is None:
+def _at_noise(curvature: Curvature, model: LinearModel, likelihood: Likelihood) -> Curvature | None:
+    """`M̂` of a model at another noise precision, to which it is proportional; `None` for noises by output."""
+    old, new = model.likelihood.noise_precisions(), likelihood.noise_precisions()
+    if old is None or new is None:
         return curvature
-    if noise.numel() > 1 or before.numel() > 1:
+    if old.numel() > 1 or new.numel() > 1:
         return None
-    root = float(noise / before) ** 0.5
+    root = float(new / old) ** 0.5
     return curvature.congruent(torch.full((model.features.size,), root, device=model.features.device))
 
 
@@ -370,14 +370,14 @@ class Head(Factored):
     def covariance_path(self, task: Task) -> CovariancePath:
         return HeadPath(self.curvature_at(task), task.prior)
 
-    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    def tune_by_evidence(self, task: Task) -> Hyperparameters:
         if not (has_path(task) and is_exact(task.ggn())):
-            return super().tune_by_evidence(task, tuning)
+            return super().tune_by_evidence(task)
         # The mode to rounding, nearly, as the other numbers are.
         solver = self.make_solver(
             task, max(self._MODE_ACCURACY, self._MODE_ROUNDINGS * torch.finfo(task.dtype).eps), None
         )
-        return tuned_by_spectrum(task, tuning, solver, *_spectrum(task.scaled_ggn()))
+        return by_spectrum(task, solver, *_spectrum(task.scaled_ggn()))
 
     def fit_of(self, *parts: object) -> "HeadFit":
         return HeadFit(*parts)  # pyright: ignore[reportArgumentType]
@@ -556,46 +556,43 @@ class Subset(Method):
             growth.sketch(more)
         return growth.made[-1]
 
-    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    def tune(self, task: Task) -> Hyperparameters:
         if task.selection is None or not has_path(task):
-            return super().tune(task, tuning)
-        return self._tune_by_selection(task, tuning, task.selection)
+            return super().tune(task)
+        return self._tune_by_selection(task, task.selection)
 
-    def _tune_by_selection(self, task: Task, tuning: Tuning, selection: Selection) -> tuple[Task, Tuned]:
-        growth, silent = self._growth(task), replace(tuning, callback=None)
+    def _tune_by_selection(self, task: Task, selection: Selection) -> Hyperparameters:
+        started, growth = time.perf_counter(), self._growth(task)
         alpha = None if task.start is None else task.start.alpha
         found, rows, of_rule = None, 0, 0.0
         # By a part that is large enough at the precision before, and again if it has to be larger at the one after.
         for _ in range(2):
-            sketch = self._pilot(growth) if alpha is None else self._grown(task, growth, tuning.tolerance, alpha)
+            sketch = self._pilot(growth) if alpha is None else self._grown(task, growth, task.tolerance, alpha)
             if sketch.num_rows == rows:
                 break
-            found = tuned_by_selection(task, silent, selection, FactoredPath(sketch, task.prior), alpha)
-            alpha, rows = overall_precision(found[0].prior), sketch.num_rows
-            of_rule += found[1].history[0].passes - sketch.passes
+            of_rule += 0.0 if found is None else found.history[0].passes
+            found = by_selection(task, selection, FactoredPath(sketch, task.prior), alpha)
+            alpha, rows = found.alpha, sketch.num_rows
         assert found is not None
-        task, tuned = found
         # The precision has moved after the part was last judged: it grows if it is not accurate at the new one.
-        sketch = self._grown(task, growth, tuning.tolerance, overall_precision(task.prior))
-        step = replace(tuned.history[0], passes=sketch.passes + of_rule)
-        if tuning.callback is not None:
-            tuning.callback(step)
+        sketch = self._grown(task.at(found), growth, task.tolerance, found.alpha)
+        found = task.ended(found, started, sketch.passes + of_rule)
         sketch.passes = 0.0  # they are in the history
-        work = self._solver(growth, sketch, task, tuning.tolerance)
-        return task, replace(tuned, history=[step], work=work)
+        return replace(found, work=self._solver(growth, sketch, task, task.tolerance))
 
-    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        solver = self.make_solver(task, tuning.tolerance, None)
+    def tune_by_evidence(self, task: Task) -> Hyperparameters:
+        solver = self.make_solver(task, task.tolerance, None)
         assert isinstance(solver, SketchSampler)
         part, history = solver.part, []
         while True:
             rows = part.sketch.num_rows
-            task, tuned = self.tune_by_em(task, tuning, solver)
-            history += tuned.history
+            found = self.tune_by_em(task, solver)
+            history += found.history
+            task = task.at(found)
             # The part has grown at the precision that the search began with.
             part.grow(task.ggn(), task.prior, self.most_rows(task.model.features))
             if part.sketch.num_rows == rows:
-                return task, replace(tuned, history=history)
+                return replace(found, history=history)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         growth = self._growth(task)
@@ -610,10 +607,12 @@ class Subset(Method):
         assert isinstance(solver, SketchSampler)
         return sampled.error, solver.part.tolerance
 
-    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
-        if not isinstance(tuned.work, SketchSampler):
-            tuned = replace(tuned, work=self.make_solver(task, tolerance, float(task.prior.precision.mean())))
-        part = tuned.work.part
+    def fit(self, task: Task, found: Hyperparameters) -> Fit:
+        if not isinstance(found.work, SketchSampler):
+            task = task.at(found)
+            work = self.make_solver(task, task.tolerance, float(task.prior.precision.mean()))
+            found = replace(found, work=work)
+        part = found.work.part
         sketch, features = part.sketch, task.model.features
         rows, num_data, at_once = sketch.num_rows, features.num_data, len(part.growth.made) == 1
         task.budget.add(dense=self._dense_operations(features, rows, task.num_samples, task.selection, at_once))
@@ -623,7 +622,7 @@ class Subset(Method):
         )
         if at_once and task.start is not None:
             reason += ", judging by the fit before"
-        return super().fit(replace(task, reason=reason), tuned, tolerance)
+        return super().fit(replace(task, reason=reason), found)
 
     def fit_of(self, *parts: Any) -> "SubsetFit":
         return SubsetFit(*parts)
@@ -753,7 +752,7 @@ class Exact(Method):
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         return Dense()
 
-    def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
+    def mode(self, task: Task, solver: Solver, near: Float[Tensor, " P"] | None) -> Minimum:
         features = task.model.features
         if (
             task.model.held is not None
@@ -763,10 +762,7 @@ class Exact(Method):
             # Each step of Newton's method would accumulate another `M`: the one at the network's outputs is close to
             # all of them, so that a few passes are enough.
             solver = CG(self._MODE_TOLERANCE, preconditioner=task.scaled_ggn().dense())
-        return super().mode(task, solver, tuned)
-
-    def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
-        return wanted
+        return super().mode(task, solver, near)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
@@ -777,28 +773,28 @@ class Exact(Method):
             return FactoredPath(ggn.dense() or ggn.dense_curvature(), task.prior)
         return GramPath(GramPosterior.of(task.model, task.prior))
 
-    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    def tune_by_evidence(self, task: Task) -> Hyperparameters:
         if not _in_weight_space(task):
-            return tuned_by_gram_matrix(task, tuning)
+            return by_gram_matrix(task)
         if not has_path(task):
-            return super().tune_by_evidence(task, tuning)
+            return super().tune_by_evidence(task)
         ggn = task.scaled_ggn()
         curvature = ggn.dense() or ggn.dense_curvature()
-        return tuned_by_spectrum(task, tuning, Dense(), curvature.spectrum, lambda v: v @ curvature.vectors)
+        return by_spectrum(task, Dense(), curvature.spectrum, lambda v: v @ curvature.vectors)
 
-    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
+    def fit(self, task: Task, found: Hyperparameters) -> Fit:
         features = task.model.features
         space, rows = "weights" if _in_weight_space(task) else "observations", features.num_data * features.num_outputs
         task.budget.add(dense=dense_operations(space, rows, features.size))
         if _in_weight_space(task):
-            fit = super().fit(task, tuned, tolerance)
+            fit = super().fit(task, found)
             return _rounded(fit, _cancellation(fit))
-        posterior = tuned.work
+        task, posterior = task.at(found), found.work
         if posterior is None:
             posterior = GramPosterior.of(task.model, task.prior)
-        elif tuned.criterion != "evidence":
+        elif found.criterion != "evidence":
             posterior = posterior.at(task.model, task.prior)
-        fit = observation_space_fit(task, replace(tuned, work=None), posterior)
+        fit = observation_space_fit(task, replace(found, work=None), posterior)
         return _rounded(fit.ready(), fit.cancellation)
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
@@ -807,7 +803,7 @@ class Exact(Method):
     def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "ObservationSpaceFit":
         model = self._in_observation_space(problem)
         task = _in_float64(self.task(problem, Choice(self, self, "as saved"), model, prior), "observations")
-        return ObservationSpaceFit(task, Tuned(), Dense(), GramPosterior.restore(task.model, task.prior, tensors))
+        return ObservationSpaceFit(task, task.given, Dense(), GramPosterior.restore(task.model, task.prior, tensors))
 
 
 def _cancellation(fit: Fit) -> float:
@@ -831,7 +827,7 @@ def _rounded(fit: Fit, cancellation: float) -> Fit:
         "where the function is a difference of much larger numbers; variances of predictions, which take no samples, "
         "do not have this error. Use `model.double()`."
     )
-    return replace(fit, tuned=replace(fit.tuned, problems=[*fit.tuned.problems, problem]))
+    return replace(fit, found=replace(fit.found, problems=[*fit.found.problems, problem]))
 
 
 def _in_float64(task: Task, space: str) -> Task:
@@ -865,7 +861,7 @@ class WeightSpaceFit(Fit):
 
     @property
     def known_traces(self) -> Traces | None:
-        return self.traces(0.0) if self.tuned.criterion == "evidence" else None
+        return self.traces(0.0) if self.found.criterion == "evidence" else None
 
     @property
     def curve_solver(self) -> Solver:
@@ -909,10 +905,10 @@ def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> F
     return total
 
 
-def tuned_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-    """The task at the hyperparameters of largest evidence, found to rounding in one step."""
+def by_gram_matrix(task: Task) -> Hyperparameters:
+    """The hyperparameters of largest evidence, found to rounding in one step; `work` is the posterior."""
     started = time.perf_counter()
-    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    bounds = HyperparameterBounds(task.criterion.precision_bounds, task.criterion.noise_bounds)
     posterior, optimum = of_largest_evidence(task.model, task.prior, bounds)
     fitted, likelihood = posterior.model, posterior.model.likelihood
     # A search that ends at a bound has done its work, and a mode that has not converged has a warning of its own.
@@ -920,12 +916,11 @@ def tuned_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b is "
         f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
     )
-    task, tuned = tuned_at(
-        task,
-        tuning,
+    found = in_one_step(
+        task.model,
+        task.prior,
         posterior.precisions[0],
         likelihood,
-        started=started,
         effective_dimension=posterior.effective_dimension(),
         mode_norm=posterior.mode.norm,
         loss=fitted.total_loss(posterior.mode.outputs),
@@ -936,11 +931,11 @@ def tuned_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         work=posterior,
         criterion="evidence",
     )
-    return replace(task, model=fitted, prior=posterior.prior), tuned
+    return task.ended(found, started)
 
 
-def observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
-    return ObservationSpaceFit(task, tuned, Dense(), posterior).with_mode()
+def observation_space_fit(task: Task, found: Hyperparameters, posterior: GramPosterior) -> "ObservationSpaceFit":
+    return ObservationSpaceFit(task, found, Dense(), posterior).with_mode()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ solvers, for which accuracy is cheap, take `ε = 2τ`; `SGD` takes the largest `
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
@@ -35,15 +35,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.arguments import check_finite, check_positive
+from laplace_sampling.arguments import check_finite
 from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import EvidencePath, ModeCurve, Traces, knots, krylov_traces, modes_along
-from laplace_sampling.hyperparameters.em import EMResult, Step, fit_em, noise_update
+from laplace_sampling.hyperparameters.em import fit_em, noise_update
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
 from laplace_sampling.hyperparameters.rules import Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import AtBounds, clamped, mackay_root
+from laplace_sampling.linear_model.bounds import clamped, mackay_root
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
@@ -52,7 +53,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel, Mode, ModeOb
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start
-from laplace_sampling.predictions.calibration import Calibration, labelled
+from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.diagnosis import FEW_SAMPLES, Accuracy, Check
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
@@ -86,39 +87,6 @@ _ACCURACY = 1e-8
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """Arguments of `LinearisedLaplace.fit_hyperparameters` that a method needs.
-
-    Attributes:
-        max_steps: at most so many steps.
-        tolerance: relative error of predicted standard deviations.
-        num_samples: samples of EM.
-        precision_bounds: within which `α` is kept.
-        noise_bounds: within which the noise precision is kept.
-        callback: called with the record of each step.
-        criterion: as the user gave it.
-    """
-
-    max_steps: int
-    tolerance: float
-    num_samples: int
-    precision_bounds: tuple[float, float]
-    noise_bounds: tuple[float, float]
-    callback: Callable[[Step], object] | None = None
-    criterion: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_positive("`fit_hyperparameters(tolerance=...)`", self.tolerance)
-
-    def shifted(self, loss: float) -> "Tuning":
-        """Returns settings whose callback gets losses of the targets, where those of the model are smaller."""
-        callback = self.callback
-        if callback is None or loss == 0:
-            return self
-        return replace(self, callback=lambda step: callback(step.shifted(loss)))
-
-
-@dataclass(frozen=True)
 class Choice:
     """A method for a problem, and why.
 
@@ -135,33 +103,6 @@ class Choice:
     reason: str = "as asked for"
     shortfall: str = ""
     limit: str = ""
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """How a fit of hyperparameters ended; by default there was none.
-
-    Attributes:
-        history: a record of each step.
-        converged: `None` if the hyperparameters were given.
-        at_bounds: groups, or `"noise"`, whose precision ended at a bound.
-        problems: what went wrong, in words.
-        mode: where the search for the mode may start, `[P]`, unscaled.
-        work: what the method made while tuning and needs again: a solver with its preconditioner, or a decomposition.
-        noise_before: noise precisions at which the curvature of `work` was taken.
-        criterion: what chose the hyperparameters: `"evidence"`, or the name of a `Selection`; `""` if nothing did.
-        calibration: of predictions, if the hyperparameters were chosen together with it.
-    """
-
-    history: list[Step] = field(default_factory=list)
-    converged: bool | None = None
-    at_bounds: tuple[str, ...] = ()
-    problems: list[str] = field(default_factory=list)
-    mode: Float[Tensor, " P"] | None = None
-    work: Any = None
-    noise_before: Tensor | None = None
-    criterion: str = ""
-    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +132,20 @@ class Task(Problem):
     space: str = "weights"
 
     @property
+    def given(self) -> Hyperparameters:
+        """The precisions that the task has, for a fit without a search."""
+        return Hyperparameters(prior=self.prior, likelihood=self.model.likelihood)
+
+    def at(self, found: Hyperparameters) -> "Task":
+        """The task at hyperparameters that were found for it."""
+        return replace(self, model=self.model.with_likelihood(found.likelihood), prior=found.prior)
+
+    def ended(self, found: Hyperparameters, started: float, passes: float = 0.0) -> Hyperparameters:
+        """What a search of one step found, compared with the bounds; `started` and `passes` as in `told`."""
+        found = found.told(self.callback, started, passes)
+        return found.within(self.criterion.precision_bounds, self.criterion.noise_bounds)
+
+    @property
     def draws(self) -> Draws:
         """The draws of the samples that are kept."""
         return Draws(self.num_samples, self.seed, Stream.SAMPLES)
@@ -217,7 +172,7 @@ class Fit:
 
     Attributes:
         task: with the method, and the model and the prior at the hyperparameters of the posterior.
-        tuned: how these were found.
+        found: these, and how they were found.
         solver: that finds the mode and, unless they have a closed form, the samples.
         sampled: the samples that are kept; without them in what `LinearisedLaplace` holds.
         known_mode: the mode, if it was needed for the fit.
@@ -227,7 +182,7 @@ class Fit:
     _NAMED_ROWS = 8
 
     task: Task
-    tuned: Tuned
+    found: Hyperparameters
     solver: Solver
     sampled: PosteriorSamples | None = field(default=None, kw_only=True)
     known_mode: Mode | None = field(default=None, kw_only=True, repr=False)
@@ -239,14 +194,14 @@ class Fit:
 
     def find_mode(self) -> Mode:
         """The mode, from the training data."""
-        minimum = self.method.mode(self.task, self.solver, self.tuned)
+        minimum = self.method.mode(self.task, self.solver, self.found.mode)
         weights = (minimum.value * self.prior.scale)[0]
         outputs = self.model.outputs(weights[None].to(self.model.features.dtype))[0]
         return Mode(weights, outputs, replace(minimum, value=minimum.value[:0].clone()))
 
     def with_mode(self) -> Self:
         """The fit with its mode, if its hyperparameters are verified by that."""
-        return replace(self, known_mode=self.find_mode()) if self.tuned.criterion == "evidence" else self
+        return replace(self, known_mode=self.find_mode()) if self.found.criterion == "evidence" else self
 
     @property
     def method(self) -> "Method":
@@ -309,7 +264,7 @@ class Fit:
 
         def find(alpha: float, start: Tensor) -> tuple[Tensor, float, float]:
             prior = self.prior.with_precision(self.prior.precision * (alpha / self.alpha))
-            minimum = method.mode(replace(self.task, prior=prior), solver, Tuned(mode=start))
+            minimum = method.mode(replace(self.task, prior=prior), solver, start)
             weights = (minimum.value * prior.scale)[0]
             energy = float((prior.diagonal() * weights.double() ** 2).sum())
             loss = model.total_loss(model.outputs(weights[None].to(model.features.dtype))[0])
@@ -441,7 +396,7 @@ class Fit:
 
     @property
     def converged(self) -> bool:
-        return self.solved and self.tuned.converged is not False and not self.task.shortfall
+        return self.solved and self.found.converged is not False and not self.task.shortfall
 
     @property
     def problems(self) -> list[str]:
@@ -453,7 +408,7 @@ class Fit:
             unsolved.append(self.unconverged(self.sampled))
         solving = self.sampled is None or not self.sampled.interrupted
         advice = [self.advice] if unsolved and solving else []
-        return [*filter(None, [self.task.shortfall]), *self.tuned.problems, *unsolved, *advice]
+        return [*filter(None, [self.task.shortfall]), *self.found.problems, *unsolved, *advice]
 
     @property
     def tolerable(self) -> bool:
@@ -478,7 +433,7 @@ class Fit:
                 f"{100 * tolerance:.2g} %. {self.advice}"
             )
         gamma = float(sampled.effective_dimension()[0].sum())
-        if gamma < 1 and labels is not None and self.tuned.criterion not in ("", "validation"):
+        if gamma < 1 and labels is not None and self.found.criterion not in ("", "validation"):
             found.append(
                 "Error bars are negligible on the training data: at the prior precision that these choose, they "
                 f"determine only {gamma:.2g} directions of weight space. Some 500 data that the network was not "
@@ -646,25 +601,27 @@ class Method(ABC):
         most = memory.vectors / (4 * model.features.num_outputs)
         return replace(ggn, features=model.features.in_chunks(int(min(most, model.features.num_data))))
 
-    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        """The task with hyperparameters that the rule of `tuning` chooses, and how they were found."""
+    def tune(self, task: Task) -> Hyperparameters:
+        """The hyperparameters that the criterion of a task chooses."""
         if task.selection is not None and has_path(task):
-            return tuned_by_selection(task, tuning, task.selection, self.covariance_path(task))
-        if task.selection is not None and tuning.criterion != "auto":
+            started, path = time.perf_counter(), self.covariance_path(task)
+            found = replace(by_selection(task, task.selection, path), work=path.work)
+            return task.ended(found, started, path.passes)
+        if task.selection is not None and task.criterion.name != "auto":
             noise = task.model.likelihood.noise_precisions()
             raise ValueError(
-                f"`criterion={tuning.criterion!r}` looks for one prior precision, and one noise precision at most, but "
-                f"there are {len(task.prior.names)} and {0 if noise is None else noise.numel()}: use "
+                f"`criterion={task.criterion.name!r}` looks for one prior precision, and one noise precision at most, "
+                f"but there are {len(task.prior.names)} and {0 if noise is None else noise.numel()}: use "
                 '`criterion="evidence"`.'
             )
-        return self.tune_by_evidence(task, tuning)
+        return self.tune_by_evidence(task)
 
     @abstractmethod
     def covariance_path(self, task: Task) -> CovariancePath:
         """The posterior for every prior precision, with the curvature at the network's outputs."""
 
-    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        return self.tune_by_em(task, tuning, self.make_solver(task, tuning.tolerance, None))
+    def tune_by_evidence(self, task: Task) -> Hyperparameters:
+        return self.tune_by_em(task, self.make_solver(task, task.tolerance, None))
 
     @abstractmethod
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
@@ -691,64 +648,54 @@ class Method(ABC):
         room = memory.vectors - held - self.preconditioner_vectors(memory, num_samples)
         return max(1, int(room / self.stacks))
 
-    def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
-        """Samples of EM that memory holds, at most the wanted number."""
-        room = memory.vectors - self.making_vectors(memory, num_samples) - self.stacks
-        return max(1, min(wanted, int(room / self._EM_STACKS)))
-
-    def making_vectors(self, memory: Memory, num_samples: int) -> int:
-        """Vectors that making the preconditioner takes."""
-        return self.preconditioner_vectors(memory, num_samples)
-
     def em_rows(self, solver: Solver, memory: Memory, num_samples: int, in_em: int) -> int:
         """The samples of EM to solve for together: as many as memory holds beside what EM keeps of each."""
         return min(in_em, self.rows(memory, num_samples, self._EM_STACKS * in_em))
 
-    def tune_by_em(self, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
-        """Hyperparameters by EM on samples, starting at those of the task."""
-        # EM needs the moments of its samples only: fewer of them make `γ` less accurate, but never wrong.
-        held = self.em_samples(task.memory, tuning.num_samples, task.num_samples)
-        if held < tuning.num_samples:
-            task = replace(task, reason=f"{task.reason}, and {held} samples in EM")
-        result = fit_em(
+    def tune_by_em(self, task: Task, solver: Solver) -> Hyperparameters:
+        """Hyperparameters by EM on samples, starting at those of the task; `work` is the solver."""
+        evidence = task.criterion.evidence
+        found = fit_em(
             task.model,
             task.prior,
-            Draws(held, task.seed, Stream.EM),
+            Draws(evidence.num_samples, task.seed, Stream.EM),
             solver.within(task.budget.for_tuning),
-            rows=self.em_rows(solver, task.memory, task.num_samples, held),
+            rows=self.em_rows(solver, task.memory, task.num_samples, evidence.num_samples),
             mode=None if task.start is None else task.start.mode_in(task.prior.scale),
-            max_steps=tuning.max_steps,
+            max_steps=evidence.max_steps,
             # Where the prior decides, standard deviations go with `α^{-1/2}`: `log α` is needed to twice their error.
-            tolerance=2 * tuning.tolerance,
-            precision_bounds=tuning.precision_bounds,
-            noise_bounds=tuning.noise_bounds,
+            tolerance=2 * task.tolerance,
+            precision_bounds=evidence.precision_bounds,
+            noise_bounds=evidence.noise_bounds,
             afford=task.budget.for_tuning,
             progress=task.progress,
-            callback=tuning.callback,
+            callback=task.callback,
         )
-        return tuned_by(result, task, tuning, solver)
+        problems = []
+        if not found.converged:
+            problems.append(
+                f"`fit_hyperparameters` stopped after {len(found.history)} steps, before its tolerance: "
+                f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in found.history]}. "
+                + (task.budget.advice or "Raise `max_steps` of `Evidence`, or `tolerance`.")
+            )
+        found = replace(found, problems=problems, work=solver)
+        return found.within(evidence.precision_bounds, evidence.noise_bounds)
 
-    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
-        """Mode and samples at the hyperparameters of a task.
-
-        Args:
-            task: with its hyperparameters.
-            tuned: from `tune`, or `Tuned()` if the hyperparameters were given.
-            tolerance: relative error of predicted standard deviations.
-        """
+    def fit(self, task: Task, found: Hyperparameters) -> Fit:
+        """Mode and samples of a task at hyperparameters from `tune`, or at those that it has, `task.given`."""
+        task, solver = task.at(found), found.work
         # The search for hyperparameters has made the solver, with a preconditioner that serves every `α`.
-        solver = tuned.work
         if not isinstance(solver, Solver):
-            solver = self.make_solver(task, tolerance, float(task.prior.precision.mean()))
+            solver = self.make_solver(task, task.tolerance, float(task.prior.precision.mean()))
         solver = solver.within(task.budget.affords_passes)
         features = task.model.features
         task = replace(task, prior=task.prior.to(features.device, features.dtype))
-        fit = self.fit_of(task, replace(tuned, work=None), solver)
+        fit = self.fit_of(task, replace(found, work=None), solver)
         return _verified(fit.with_mode().ready(f"{task.num_samples} samples" if task.progress else None))
 
-    def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
-        """The mode of the linear model, in scaled coordinates."""
-        start = None if tuned.mode is None else (tuned.mode / task.prior.scale)[None]
+    def mode(self, task: Task, solver: Solver, near: Float[Tensor, " P"] | None) -> Minimum:
+        """The mode of the linear model, in scaled coordinates; the search starts at unscaled weights, if given."""
+        start = None if near is None else (near / task.prior.scale)[None]
         if start is None and task.start is not None:
             start = task.start.mode_in(task.prior.scale)
         return linear_model_mode(task.model, task.prior, solver, start, description="mode" if task.progress else None)
@@ -768,196 +715,76 @@ def has_path(task: Task) -> bool:
     return len(task.prior.names) == 1 and (noise is None or noise.dim() == 0)
 
 
-def tuned_by_selection(
-    task: Task, tuning: Tuning, selection: Selection, path: CovariancePath, near: float | None = None
-) -> tuple[Task, Tuned]:
-    """The task with the prior precision that a rule chooses, and the record of that one step.
-
-    It is looked for near a given precision, or that of the posterior that a fit starts from.
-    """
-    started = time.perf_counter()
+def by_selection(task: Task, selection: Selection, path: CovariancePath, near: float | None = None) -> Hyperparameters:
+    """What a rule chooses, near a given precision or that of the posterior that a fit starts from."""
     if near is None and task.start is not None:
         near = task.start.alpha
     weights = task.trained_weights.double() / task.prior.scale.to(task.trained_weights.device).double()
     norm = float(weights.square().sum())
-    selected = selection.select(task.model, path, tuning.precision_bounds, task.seed, norm, near)
-    return tuned_at(
-        task,
-        tuning,
-        selected.alpha,
-        selected.likelihood,
-        started=started,
-        effective_dimension=selected.effective_dimension,
-        passes=path.passes + selected.passes,
-        problems=selected.problems,
-        work=path.work,
-        criterion=selection.name,
-        calibration=selected.calibration,
-    )
+    return selection.select(task.model, path, task.criterion.precision_bounds, task.seed, norm, near)
 
 
-def tuned_at(
-    task: Task,
-    tuning: Tuning,
-    alpha: float,
-    likelihood: Likelihood,
-    *,
-    started: float,
-    effective_dimension: float,
-    passes: float,
-    effective_dimension_se: float | None = None,
-    mode_norm: float | None = None,
-    loss: float | None = None,
-    mode_residual: float | None = None,
-    converged: bool = True,
-    problems: Sequence[str] = (),
-    **kept: Any,
-) -> tuple[Task, Tuned]:
-    """The task at hyperparameters that were found in one step, and the record of that.
+def by_spectrum(task: Task, solver: Solver, values: Tensor, rotated: Callable[[Tensor], Tensor]) -> Hyperparameters:
+    """The hyperparameters of largest evidence, from all eigenvalues of the curvature.
+
+    For a likelihood that is not Gaussian they are at MacKay's fixed point (`by_traces`).
 
     Args:
-        task: before.
-        tuning: what was asked.
-        alpha: the prior precision.
-        likelihood: with its noise precision.
-        started: when the search began, by `time.perf_counter`.
-        effective_dimension: as of a `Step`, and so are `passes`, `effective_dimension_se`, `mode_norm`, `loss` (by
-            default that of the network) and `mode_residual`.
-        passes: see there.
-        effective_dimension_se: see there.
-        mode_norm: see there.
-        loss: see there.
-        mode_residual: see there.
-        converged: whether there is a maximum; a bound and `problems` say that there is none.
-        problems: what is wrong, in words.
-        kept: other attributes of `Tuned`.
-    """
-    model, noise = task.model.with_likelihood(likelihood), likelihood.noise_precisions()
-    prior = task.prior.with_precision(torch.tensor([alpha], dtype=torch.float64))
-    network_loss = model.total_loss(model.network_outputs)
-    step = Step(
-        step=1,
-        prior_precision=prior.precision.tolist(),
-        new_prior_precision=prior.precision.tolist(),
-        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
-        effective_dimension=[effective_dimension],
-        effective_dimension_se=None if effective_dimension_se is None else [effective_dimension_se],
-        mode_norm=None if mode_norm is None else [mode_norm],
-        loss=network_loss if loss is None else loss,
-        network_loss=network_loss,
-        mode_residual=mode_residual,
-        passes=passes,
-        seconds=time.perf_counter() - started,
-    )
-    if tuning.callback is not None:
-        tuning.callback(step)
-    at_bounds = AtBounds.of(prior, likelihood, tuning.precision_bounds, tuning.noise_bounds)
-    tuned = Tuned(
-        history=[step],
-        converged=converged and not (at_bounds.names or problems),
-        at_bounds=at_bounds.names,
-        problems=[*at_bounds.problems, *problems],
-        noise_before=task.model.likelihood.noise_precisions(),
-        **kept,
-    )
-    return replace(task, model=model, prior=prior), tuned
-
-
-def tuned_by(result: EMResult, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
-    """The task with the hyperparameters of a result, and how they were found.
-
-    Args:
-        result: of expectation maximisation.
-        task: before.
-        tuning: what was asked.
-        solver: with its preconditioner, for the fit.
-    """
-    problems = []
-    if not result.converged:
-        problems.append(
-            f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
-            f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
-            + (task.budget.advice or "Raise `max_steps` of `Evidence`, or `tolerance`.")
-        )
-    at_bounds = AtBounds.of(result.prior, result.likelihood, tuning.precision_bounds, tuning.noise_bounds)
-    tuned = Tuned(
-        history=result.history,
-        converged=result.converged and not at_bounds.names,
-        at_bounds=at_bounds.names,
-        problems=problems + at_bounds.problems,
-        mode=result.mode,
-        work=solver,
-        criterion="evidence",
-    )
-    return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
-
-
-def tuned_by_spectrum(
-    task: Task, tuning: Tuning, solver: Solver, values: Tensor, rotated: Callable[[Tensor], Tensor]
-) -> tuple[Task, Tuned]:
-    """The task with the hyperparameters of largest evidence, from all eigenvalues of the curvature.
-
-    For a likelihood that is not Gaussian they are at MacKay's fixed point (`tuned_by_traces`).
-
-    Args:
-        task: before, with one prior precision, and one noise precision at most.
-        tuning: what was asked.
+        task: with one prior precision, and one noise precision at most.
         solver: for the mode.
         values: eigenvalues of `M`, in scaled coordinates.
         rotated: from vectors to their coordinates in the eigenvectors.
     """
-    started, model = time.perf_counter(), task.model
+    started, model, criterion = time.perf_counter(), task.model, task.criterion
     likelihood, values = model.likelihood, values.double().clamp_min(0)
-    if isinstance(likelihood, Gaussian):
-        b, zero = float(likelihood.noise_precision), values.new_zeros(1, model.features.size)
-        slope = rotated(-ModeObjective(model, task.prior).gradient(zero.to(model.features.dtype), None).double())[0]
-        inside = torch.where(values > 0, slope / (b * (values / b).sqrt()), 0.0).nan_to_num()
-        offset, network = (float(model.squared_errors(f).sum()) for f in (model.offset, model.network_outputs))
-        regression = RegressionEvidence.of_leading(values / b, inside, offset, model.num_observations)
-        bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
-        optimum = regression.largest((overall_precision(task.prior), b), (True, likelihood.learn), bounds, network)
-        at = optimum.precision, optimum.noise_precision
-        norm = float(regression.mode_norm(*at))
-        return tuned_at(
-            task,
-            tuning,
-            at[0],
-            likelihood.with_precision(at[1]) if likelihood.learn else likelihood,
-            started=started,
-            effective_dimension=float(regression.effective_dimension(*at)),
-            mode_norm=norm,
-            loss=float(regression.objective(*at)) - 0.5 * at[0] * norm,
-            passes=1.0,
-            work=solver,
-            criterion="evidence",
-        )
-    return tuned_by_traces(task, tuning, Traces.of_eigenvalues(values, overall_precision(task.prior)), solver)
+    if not isinstance(likelihood, Gaussian):
+        return by_traces(task, Traces.of_eigenvalues(values, overall_precision(task.prior)), solver)
+    b, zero = float(likelihood.noise_precision), values.new_zeros(1, model.features.size)
+    slope = rotated(-ModeObjective(model, task.prior).gradient(zero.to(model.features.dtype), None).double())[0]
+    inside = torch.where(values > 0, slope / (b * (values / b).sqrt()), 0.0).nan_to_num()
+    offset, network = (float(model.squared_errors(f).sum()) for f in (model.offset, model.network_outputs))
+    regression = RegressionEvidence.of_leading(values / b, inside, offset, model.num_observations)
+    bounds = HyperparameterBounds(criterion.precision_bounds, criterion.noise_bounds)
+    optimum = regression.largest((overall_precision(task.prior), b), (True, likelihood.learn), bounds, network)
+    at = optimum.precision, optimum.noise_precision
+    norm = float(regression.mode_norm(*at))
+    found = in_one_step(
+        model,
+        task.prior,
+        at[0],
+        likelihood.with_precision(at[1]) if likelihood.learn else likelihood,
+        effective_dimension=float(regression.effective_dimension(*at)),
+        mode_norm=norm,
+        loss=float(regression.objective(*at)) - 0.5 * at[0] * norm,
+        passes=1.0,
+        work=solver,
+        criterion="evidence",
+    )
+    return task.ended(found, started)
 
 
-def tuned_by_traces(
+def by_traces(
     task: Task,
-    tuning: Tuning,
     traces: Traces,
     solver: Solver,
     start: float | None = None,
     accuracy: float = _ACCURACY,
     work: Solver | None = None,
-) -> tuple[Task, Tuned]:
-    r"""The task with hyperparameters at MacKay's fixed point, `α‖θ̄‖² = γ(α)`: each precision that is tried has a mode.
+) -> Hyperparameters:
+    r"""The hyperparameters at MacKay's fixed point, `α‖θ̄‖² = γ(α)`: each precision that is tried has a mode.
 
     The curvature of a regression is proportional to its noise precision `b`. So the mode depends on the ratio of `α` to
     the factor `κ` by which `b` grows, and `κ` is what MacKay's update of `b` says at that ratio.
 
     Args:
-        task: before, with one prior precision, and one noise precision at most.
-        tuning: what was asked.
+        task: with one prior precision, and one noise precision at most.
         traces: of the curvature, in scaled coordinates.
         solver: for the modes.
         start: where the search begins, by default at the precision of the prior.
         accuracy: of `log α`.
         work: the solver of the fit, by default that of the modes.
     """
-    started, model, method, likelihood = time.perf_counter(), task.model, task.method, task.model.likelihood
+    started, model, likelihood, bounds = time.perf_counter(), task.model, task.model.likelihood, task.criterion
     weights, outputs, minimum = None, model.network_outputs, None
 
     def dimension(ratio: float) -> tuple[float, float]:
@@ -968,13 +795,13 @@ def tuned_by_traces(
         if not (isinstance(likelihood, Gaussian) and likelihood.learn):
             return 1.0
         gamma = torch.tensor([dimension(ratio)[0]], dtype=torch.float64)
-        updated = clamped(float(noise_update(model, gamma)), tuning.noise_bounds)
+        updated = clamped(float(noise_update(model, gamma)), bounds.noise_bounds)
         return updated / float(likelihood.noise_precision)
 
     def norm(ratio: float) -> float:
         nonlocal weights, outputs, minimum
         prior = task.prior.with_precision(torch.tensor([ratio], dtype=torch.float64))
-        minimum = method.mode(replace(task, prior=prior), solver, Tuned(mode=weights))
+        minimum = task.method.mode(replace(task, prior=prior), solver, weights)
         weights = (minimum.value * prior.scale)[0]
         outputs = model.outputs(weights[None].to(model.features.dtype))[0]
         return float(minimum.value.double().square().sum())
@@ -983,7 +810,7 @@ def tuned_by_traces(
         return ratio * norm(ratio) * factor(ratio)
 
     ratio, inside = mackay_root(
-        lambda a: dimension(a)[0], energy, start or traces.at, tuning.precision_bounds, accuracy
+        lambda a: dimension(a)[0], energy, start or traces.at, bounds.precision_bounds, accuracy
     )
     mode_norm, kappa = norm(ratio), factor(ratio)
     assert minimum is not None
@@ -995,13 +822,12 @@ def tuned_by_traces(
         f"Products in {model.features.dtype} are not accurate enough for the prior precision {ratio * kappa:.3g} that "
         'the evidence asks for. Use `model.double()`, a common scale of inputs and targets, or method="exact".'
     )
-    return tuned_at(
-        task,
-        tuning,
+    found = in_one_step(
+        model,
+        task.prior,
         # The noise must not take it off the bound that the evidence points to.
-        clamped(ratio * kappa, tuning.precision_bounds) if inside else ratio,
+        clamped(ratio * kappa, bounds.precision_bounds) if inside else ratio,
         likelihood,
-        started=started,
         effective_dimension=gamma,
         effective_dimension_se=None if traces.exact else error,
         mode_norm=mode_norm,
@@ -1013,10 +839,11 @@ def tuned_by_traces(
         work=solver if work is None else work,
         criterion="evidence",
     )
+    return task.ended(found, started)
 
 
 def traces_of(task: Task, accurate: Callable[[Traces], bool], num_probes: int = _EVIDENCE_PROBES) -> Traces:
-    """Traces of the curvature by a Krylov run within memory; `accurate` as of `krylov_traces`."""
+    """Traces of the curvature by a Krylov run within memory; `accurate` as in `krylov_traces`."""
     max_basis = basis_that_fits(task.memory, task.num_samples)
     draws = Draws(max(1, min(num_probes, max_basis // 4)), task.seed, Stream.EVIDENCE)
     at = overall_precision(task.prior)
@@ -1041,15 +868,15 @@ def balances(fit: Fit) -> Iterator[Check]:
     other estimates, by other solves. An end that is an artefact of rounding, or of a search that went astray, does not
     agree with them. Bounds, and hyperparameters that the evidence has not chosen, are not compared.
     """
-    by_evidence = fit.tuned.criterion == "evidence"
-    if fit.sampled is None or not (by_evidence and fit.solved and fit.tuned.converged) or fit.tuned.at_bounds:
+    by_evidence = fit.found.criterion == "evidence"
+    if fit.sampled is None or not (by_evidence and fit.solved and fit.found.converged) or fit.found.at_bounds:
         return
     gamma, error = (t.cpu() for t in fit.sampled.effective_dimension())
     if len(fit.sampled.energies) < FEW_SAMPLES:
         # Few samples say little of their own spread, whose variance is `2 Tr (H⁻¹M)²`, at most `2γ`.
         error = error.nan_to_num(0).maximum((2 * gamma / len(fit.sampled.energies)).sqrt())
     # The search has an error of its own.
-    of_search = torch.tensor(fit.tuned.history[-1].effective_dimension_se or [0.0] * len(gamma), dtype=torch.float64)
+    of_search = torch.tensor(fit.found.history[-1].effective_dimension_se or [0.0] * len(gamma), dtype=torch.float64)
     error = (error.nan_to_num(math.inf) ** 2 + of_search.nan_to_num(0) ** 2).sqrt()
     prior, scale = fit.prior, fit.prior.scale.double()
     found = prior.precision * prior.grouped((fit.mode.weights.to(scale) / scale) ** 2).cpu()
@@ -1082,7 +909,7 @@ def balances(fit: Fit) -> Iterator[Check]:
 
 def _verified(fit: Fit) -> Fit:
     """The fit, as not converged where its own samples and mode contradict its hyperparameters."""
-    found = [check.sentence for check in balances(fit) if not check.holds]
-    if not found:
+    contradictions = [check.sentence for check in balances(fit) if not check.holds]
+    if not contradictions:
         return fit
-    return replace(fit, tuned=replace(fit.tuned, converged=False, problems=[*fit.tuned.problems, *found]))
+    return replace(fit, found=replace(fit.found, converged=False, problems=[*fit.found.problems, *contradictions]))

@@ -4,18 +4,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.hyperparameters.rules import Selection
+from laplace_sampling.hyperparameters.criteria import Criterion, Evidence
+from laplace_sampling.hyperparameters.hyperparameters import Step
+from laplace_sampling.hyperparameters.rules import SearchCost, Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.held_out import HeldOut
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
 from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
 from laplace_sampling.solvers.solver import Afford
@@ -199,7 +202,7 @@ class Start:
     Attributes:
         prior: `A_old`.
         likelihood: with its noise precision.
-        samples: `ζ_old`, unscaled; `None` where they are not those of a minimisation, as of Kronecker factors.
+        samples: `ζ_old`, unscaled; `None` where no minimisation found them, as with Kronecker factors.
         draws: of the samples.
         mode: `θ̄_old`, if it is known.
         solver: that the earlier fit ended with, which may hold a preconditioner.
@@ -279,7 +282,7 @@ MOST_BYTES = 8 * 2**30
 _GRAMS = 4
 
 
-# Likewise of `M`: itself, its eigenvectors, a factor, and the workspace of the decomposition.
+# And for `M`: itself, its eigenvectors, a factor, and the workspace of the decomposition.
 _CURVATURES = 6
 
 
@@ -323,8 +326,10 @@ class Problem:
         in_observation_space: whether the exact method may work on the Gram matrix.
         cost: of products, if it was measured.
         budget: what the fit may cost, and has cost.
-        selection: the rule for the prior precision, where it is not the evidence.
         criterion: what the user asked to choose the hyperparameters.
+        selection: the rule of the criterion for the prior precision; `None` for the evidence.
+        tolerance: relative error `τ` of predicted standard deviations that is asked for.
+        callback: called with the record of each step of a search for hyperparameters.
     """
 
     tangent: TangentModel
@@ -338,8 +343,27 @@ class Problem:
     in_observation_space: bool = True
     cost: Cost | None = None
     budget: Budget = field(default_factory=Budget)
+    criterion: Criterion = field(default_factory=Evidence)
     selection: Selection | None = None
-    criterion: str = "evidence"
+    tolerance: float = 0.015
+    callback: Callable[[Step], object] | None = None
+
+    # The part of the budget that a rule may take.
+    _OF_RULE: ClassVar[float] = 0.25
+
+    def by(self, criterion: Criterion, held_out: HeldOut | None) -> Self:
+        """The problem with a criterion, whose rule looks at no more data than a part of the budget pays for.
+
+        Raises:
+            ValueError: if the criterion does not go with the likelihood, or misses its data.
+        """
+        return replace(self, criterion=criterion, selection=criterion.rule(self.tangent, held_out, self._affordable))
+
+    def _affordable(self, num_data: int, search: SearchCost) -> int:
+        """How many of these data a part of the budget pays for."""
+        if self.cost is None:
+            return num_data
+        return search.data_within(num_data, self.cost, self._OF_RULE * self.budget.left)
 
     @property
     def features(self) -> Features:

@@ -71,7 +71,7 @@ def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> D
         num_parameters=len(weights),
         num_data=features.num_data,
         num_outputs=features.num_outputs,
-        passes=sampled.passes + (minimum.passes if minimum else 0) + sum(s.passes for s in fit.tuned.history),
+        passes=sampled.passes + (minimum.passes if minimum else 0) + sum(s.passes for s in fit.found.history),
         epochs=fit.task.budget.spent,
         accuracy=fit.accuracy,
     )
@@ -107,20 +107,20 @@ def _of_solves(fit: Fit) -> Iterator[Check]:
 
 
 def _of_hyperparameters(fit: Fit) -> Iterator[Check]:
-    named = ", ".join(fit.tuned.at_bounds[:3]) + (", …" if len(fit.tuned.at_bounds) > 3 else "")
+    named = ", ".join(fit.found.at_bounds[:3]) + (", …" if len(fit.found.at_bounds) > 3 else "")
     yield Check(
         "precisions at a bound",
-        len(fit.tuned.at_bounds),
+        len(fit.found.at_bounds),
         (0, 0),
         f"The precision is at a bound for {named}. At the upper one of a prior precision the data show no effect of "
         "these weights, at the lower one the prior fades out; at the upper one of the noise precision the linear model "
         "fits the targets exactly. Check the data and the choice of weights, use a prior with fewer groups, or give "
         "other `precision_bounds` or `noise_bounds`.",
     )
-    if fit.tuned.converged is not None:
+    if fit.found.converged is not None:
         yield Check.question(
             "hyperparameters converged",
-            fit.tuned.converged or bool(fit.tuned.at_bounds),
+            fit.found.converged or bool(fit.found.at_bounds),
             "The prior precision α, and all error bars with it, still moved when its fit stopped. Raise `max_steps` of "
             "`fit_hyperparameters`, and look at `history_`.",
         )

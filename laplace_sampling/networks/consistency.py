@@ -160,7 +160,7 @@ def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -
         plain = network.shell.plain_gradient(x, u)
     gradient = dict(zip(network.shell.names, plain.split(network.shell.sizes), strict=True))
     random = network.unflatten(torch.ones_like(pulled))  # of a parameter some elements may be known
-    # Where a gradient is zero but for rounding, as before a normalisation, it is compared with that of all weights.
+    # Where a gradient is zero up to rounding, as before a normalisation, it is compared with that of all weights.
     allowed, size = _rounding(network), torch.stack([part.norm() for part in gradient.values()]).norm()
     missed = []
     for name, part in network.unflatten(pulled).items():

@@ -2,7 +2,7 @@
 
 JVPs of many vectors are tried with stacked tangents, then under `vmap`, then one by one, all by forward mode; then as
 the derivative of `u ↦ φᵀu`, which is linear, in `u`: two reverse passes. A way that failed is not tried again, and a
-notice says so once, but for stacked tangents, which are not much faster where they fail.
+notice says so once. There is none for stacked tangents, which are not much faster where they fail.
 """
 
 import linecache

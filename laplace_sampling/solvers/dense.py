@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laplace_sampling.solvers.lapack import accurate_factor, sum_of_squares
 from laplace_sampling.solvers.newton import newton
-from laplace_sampling.solvers.operator import HeldMatrix, Operator
+from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, relative_residual
 
 
@@ -46,7 +46,6 @@ class Factor:
         factor: the Cholesky factor of `H`, if `root` is `None`; else of `I + R A⁻¹ Rᵀ`.
         root: `R` with `RᵀR = M`.
         matrix: `M`, if it was formed.
-        held: `M` as its operator holds it, if it does.
     """
 
     # Refinements of a solution by Woodbury's identity, each of which reduces its error by the condition times the unit
@@ -57,19 +56,15 @@ class Factor:
     factor: Tensor
     root: Tensor | None = None
     matrix: Tensor | None = None
-    held: HeldMatrix | None = None
 
     @classmethod
     def of(cls, operator: Operator, precision: Tensor) -> "Factor":
-        precision, held = precision.double(), operator.dense()
-        factor = None if held is None else held.factor(precision)
-        if held is not None and factor is not None:
-            return cls(precision, factor, matrix=held.matrix, held=held)
-        blocks = [block.double() for block in operator.root_rows()]
-        if operator.size <= sum(len(block) for block in blocks):
-            matrix = sum_of_squares(blocks, operator.size, precision.device)
-            return cls(precision, _cholesky_factor(matrix, precision, blocks), matrix=matrix)
-        root = torch.cat(blocks)
+        precision, matrix = precision.double(), operator.matrix()
+        if matrix is None and operator.size <= operator.num_rows:
+            matrix = sum_of_squares(operator.root_rows(), operator.size, precision.device)
+        if matrix is not None:
+            return cls(precision, _cholesky_factor(matrix, precision, operator), matrix=matrix)
+        root = torch.cat([block.double() for block in operator.root_rows()])
         inner = (root / precision) @ root.T
         factor = torch.linalg.cholesky(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
         return cls(precision, factor, root)
@@ -83,8 +78,6 @@ class Factor:
 
     def solve(self, rhs: Tensor) -> Tensor:
         """`H⁻¹v`."""
-        if self.held is not None:
-            return self.held.solve(rhs, self.precision)
         if self.root is None:
             return torch.cholesky_solve(rhs.T, self.factor).T
         solution = self._by_woodbury(rhs)
@@ -101,8 +94,6 @@ class Factor:
 
     def leverage(self) -> Tensor:
         """The diagonal of `H⁻¹M`."""
-        if self.held is not None:
-            return self.held.leverage(self.precision)
         if self.root is None:
             # 1 − AH⁻¹ needs no product with M.
             return 1 - self.precision * torch.cholesky_inverse(self.factor).diagonal()
@@ -110,11 +101,12 @@ class Factor:
         return (half**2).sum(0) / self.precision
 
 
-def _cholesky_factor(matrix: Tensor, precision: Tensor, blocks: list[Tensor]) -> Tensor:
+def _cholesky_factor(matrix: Tensor, precision: Tensor, operator: Operator) -> Tensor:
     """The factor of `H = M + A`; by a QR decomposition of a root of `H` where the sum of both has lost its digits."""
     factor = accurate_factor(matrix, precision)
     if factor is not None:
         return factor
     # The condition of a root is the square root of that of `H`.
-    upper = torch.linalg.qr(torch.cat([*blocks, torch.diag(precision.sqrt())]), mode="r")[1]
+    blocks = [*(block.double() for block in operator.root_rows()), torch.diag(precision.sqrt())]
+    upper = torch.linalg.qr(torch.cat(blocks), mode="r")[1]
     return (upper * upper.diagonal().sign()[:, None]).T.contiguous()

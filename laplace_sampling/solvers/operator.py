@@ -3,47 +3,17 @@
 A mini-batch is a tensor of data indices; `None` means all data. Sums are over the data of the batch, unscaled.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.solvers.placement import normal
-
-
-class HeldMatrix(Protocol):
-    """`M` in full, in float64, with what was once computed of it."""
-
-    @property
-    def matrix(self) -> Float[Tensor, "P P"]:
-        """`M`."""
-        ...
-
-    @property
-    def spectrum(self) -> Float[Tensor, " P"]:
-        """All eigenvalues."""
-        ...
-
-    @property
-    def vectors(self) -> Float[Tensor, "P P"]:
-        """The eigenvectors, as columns."""
-        ...
-
-    def factor(self, shift: float | Tensor) -> Float[Tensor, "P P"] | None:
-        """The Cholesky factor of `M + shift`, or `None` where it would have lost its digits."""
-        ...
-
-    def solve(self, v: Float[Tensor, "K P"], shift: float | Tensor) -> Float[Tensor, "K P"]:
-        """`(M + shift)⁻¹ v_k`."""
-        ...
-
-    def leverage(self, shift: float | Tensor) -> Float[Tensor, " P"]:
-        """The diagonal of `(M + shift)⁻¹M`."""
-        ...
 
 
 class Operator(ABC):
@@ -89,8 +59,8 @@ class Operator(ABC):
         """A random row `g_i` of each datum of a batch, with `E[g_i g_iᵀ] = Mᵢ`: half a product a datum."""
         raise NotImplementedError(f"{type(self).__name__} has no `random_rows`, which `SVRG` needs.")
 
-    def dense(self) -> HeldMatrix | None:
-        """`M` in full, where it is held for whoever asks again."""
+    def matrix(self) -> Float[Tensor, "P P"] | None:
+        """`M` in full, in float64, where it is held for whoever asks again."""
         return None
 
     @abstractmethod
@@ -132,25 +102,41 @@ def make_dense(operator: Operator) -> Float[Tensor, "P P"]:
 
 
 def largest_eigenvalue(
-    operator: Operator,
-    batch: Tensor | None,
-    iterations: int,
-    generator: torch.Generator,
-    weights: Float[Tensor, " n"] | None = None,
+    operator: Operator, batch: Tensor, weights: Float[Tensor, " n"], iterations: int, generator: torch.Generator
 ) -> float:
-    """The largest eigenvalue of `Σ_{i∈batch} w_i Mᵢ` by power iteration; weights are `N/n` by default.
+    """The largest eigenvalue of `Σ_{i∈batch} w_i Mᵢ` by power iteration.
 
     It is a lower bound. The norm converges twice as fast as the vector, so that few iterations give a step size.
     """
-    weight = operator.num_data / len(batch) if batch is not None and weights is None else 1.0
-    extra = () if weights is None else (weights,)
     v = normal(1, operator.size, seed=generator, dtype=operator.dtype, device=operator.device)
     norm = v.norm()
     for _ in range(iterations):
-        v = v / norm.clamp_min(tiny(v))
-        v = weight * operator.matmul(v, batch, *extra)
+        v = operator.matmul(v / norm.clamp_min(tiny(v)), batch, weights)
         norm = v.norm()
     return float(norm)
+
+
+def largest_of_batches(
+    operator: Operator, batches: Sequence[tuple[Tensor, Tensor]], iterations: int, generator: torch.Generator
+) -> tuple[float, float]:
+    """The largest eigenvalue among some estimates of `M`, and the passes that it took.
+
+    Args:
+        operator: `M`.
+        batches: indices and weights of some data for each estimate.
+        iterations: of power iteration, for each of them.
+        generator: of the start vectors.
+
+    Raises:
+        FloatingPointError: if it is not finite.
+    """
+    largest = max(largest_eigenvalue(operator, *batch, iterations, generator) for batch in batches)
+    if not math.isfinite(largest):
+        raise FloatingPointError(
+            f"The largest curvature of the problem was estimated as {largest}: the Jacobian products of the model "
+            "contain NaN or infinity."
+        )
+    return largest, iterations * sum(len(indices) for indices, _ in batches) / operator.num_data
 
 
 def row_products(a: Float[Tensor, "K P"], b: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:

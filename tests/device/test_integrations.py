@@ -74,21 +74,6 @@ def _log_prob(prediction: Any, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_a_surrogate_of_botorch() -> None:
-    pytest.importorskip("botorch")
-    from laplace_sampling.gp.botorch import TangentSurrogate
-
-    case = make_case("regression")
-
-    def surrogate(model: nn.Module) -> dict[str, Tensor]:
-        found = TangentSurrogate(model, case.x, case.y)
-        posterior = found.posterior(case.x[:3] + 0.1)
-        return {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
-
-    same_on_both(surrogate, case.model)
-
-
-@pytest.mark.slow
 def test_an_estimator_of_scikit_learn() -> None:
     pytest.importorskip("sklearn")
     from laplace_sampling.integrations.scikit_learn import LaplaceRegressor

@@ -98,26 +98,39 @@ class Session:
             self.see(name, pred.outputs, pred.samples, pred.covariance())
 
 
-def _plan(s: Session) -> None:
+ACTIONS: dict[str, Callable[[Session], None]] = {}
+
+
+def action(function: Callable[[Session], None]) -> Callable[[Session], None]:
+    ACTIONS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+@action
+def plan(s: Session) -> None:
     s.see("plan", s.la.plan(s.train, criterion="auto").method)
 
 
-def _warm_fit(s: Session) -> None:
+@action
+def warm_fit(s: Session) -> None:
     s.fit(s.la, warm_start=True)
     s.see_prediction("warm fit", s.la.predict(s.x))
 
 
-def _checkpoint(s: Session) -> None:
+@action
+def checkpoint(s: Session) -> None:
     la = s.new()
     s.fit(la, checkpoint=s.folder / "fit.checkpoint")
     s.see("checkpoint", la.prior_precision_)
 
 
-def _sample(s: Session) -> None:
+@action
+def sample(s: Session) -> None:
     s.see("sample", s.la.sample(3))
 
 
-def _save(s: Session) -> None:
+@action
+def save(s: Session) -> None:
     path = s.folder / "posterior.pt"
     s.la.save(path)
     given = {"likelihood": s.likelihood} if s.trial.case == "from_loss" else {}  # a file does not hold functions
@@ -127,7 +140,8 @@ def _save(s: Session) -> None:
     s.see_prediction("loaded again", LinearisedLaplace.load(path, s.model, **given).predict(s.x))
 
 
-def _state(s: Session) -> None:
+@action
+def state(s: Session) -> None:
     buffer = io.BytesIO()
     torch.save(s.la.state_dict(), buffer)
     buffer.seek(0)
@@ -136,51 +150,62 @@ def _state(s: Session) -> None:
     s.see_prediction("state", la.predict(s.x))
 
 
-def _score(s: Session) -> None:
+@action
+def score(s: Session) -> None:
     s.see("score", s.la.score().value)
 
 
-def _loo_score(s: Session) -> None:
+@action
+def loo_score(s: Session) -> None:
     s.see("loo score", s.la.score("loo").value)
 
 
-def _leave_one_out(s: Session) -> None:
+@action
+def leave_one_out(s: Session) -> None:
     s.see("leave one out", s.la.leave_one_out().log_prob)
 
 
-def _calibrate(s: Session) -> None:
+@action
+def calibrate(s: Session) -> None:
     s.la.calibrate(s.held_out)
     s.see_prediction("calibrated", s.la.predict(s.x))
 
 
-def _conformal(s: Session) -> None:
+@action
+def conformal(s: Session) -> None:
     s.la.calibrate_conformal(s.held_out)
     pred = s.la.predict(s.x)
     s.see("conformal", *(pred.interval(0.5) if isinstance(s.likelihood, Gaussian) else [pred.prediction_set(0.5)]))
 
 
-def _diagnose(s: Session) -> None:
+@action
+def diagnose(s: Session) -> None:
     s.see("diagnosis", str(s.la.diagnose()).partition("\n")[0])
 
 
-def _evidence(s: Session) -> None:
+@action
+def evidence(s: Session) -> None:
     s.see("evidence", s.la.log_marginal_likelihood().value, s.la.log_marginal_likelihood(at="network").value)
 
 
-def _export(s: Session) -> None:
+@action
+def export(s: Session) -> None:
     module = s.la.to_module(example=s.x)
     s.see("export", *module(_each(s.x, lambda t: t.to(next(s.model.parameters()).device))).values())
 
 
-def _predict_loader(s: Session) -> None:
+@action
+def predict_loader(s: Session) -> None:
     s.see("predict_loader", *s.la.predict_loader(s.held_out, progress=False).values())
 
 
-def _log_prob(s: Session) -> None:
+@action
+def log_prob(s: Session) -> None:
     s.see("log_prob", s.la.predict(s.x).log_prob(s.y))
 
 
-def _plots(s: Session) -> None:
+@action
+def plots(s: Session) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
@@ -196,27 +221,6 @@ def _plots(s: Session) -> None:
     if isinstance(pred, RegressionPrediction):
         plots.plot_error_bars(pred, output=0)
     pyplot.close("all")
-
-
-ACTIONS: dict[str, Callable[[Session], None]] = {
-    "plan": _plan,
-    "warm fit": _warm_fit,
-    "checkpoint": _checkpoint,
-    "sample": _sample,
-    "save": _save,
-    "state": _state,
-    "score": _score,
-    "loo score": _loo_score,
-    "leave one out": _leave_one_out,
-    "calibrate": _calibrate,
-    "conformal": _conformal,
-    "diagnose": _diagnose,
-    "evidence": _evidence,
-    "export": _export,
-    "predict_loader": _predict_loader,
-    "log_prob": _log_prob,
-    "plots": _plots,
-}
 
 
 def results(trial: Trial, folder: Path, device: torch.device | None = None) -> dict[str, Any]:

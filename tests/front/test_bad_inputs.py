@@ -95,13 +95,13 @@ class Returning(nn.Module):
         return self.change(self.layer(x))
 
 
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 3), nn.Linear(2, 1)
-
+class Heads(nn.ModuleDict):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"a": self.a(x), "b": self.b(x)}
+        return {name: head(x) for name, head in self.items()}
+
+
+def heads() -> nn.Module:
+    return Heads({"a": nn.Linear(2, 3), "b": nn.Linear(2, 1)})
 
 
 def la_of(kind: str = "regression", **settings: Any) -> LinearisedLaplace:
@@ -220,9 +220,9 @@ add("fit: classification of one output", "binary", lambda: fit(net(1), "classifi
 HEADS: dict[str, Any] = {"a": "classification", "b": "poisson"}
 HEAD_TARGETS = {"a": LABELS, "b": COUNTS}
 add("fit: heads of a network with one", "heads", lambda: fit(net(3), HEADS, HEAD_TARGETS))
-add("fit: one likelihood of a network with heads", "dictionary", lambda: fit(Heads(), "poisson", COUNTS))
-add("fit: heads without targets", "heads", lambda: fit(Heads(), HEADS, {"a": LABELS}))
-add("fit: a head with labels out of range", "Head 'a'", lambda: fit(Heads(), HEADS, HEAD_TARGETS | {"a": LABELS + 5}))
+add("fit: one likelihood of a network with heads", "dictionary", lambda: fit(heads(), "poisson", COUNTS))
+add("fit: heads without targets", "heads", lambda: fit(heads(), HEADS, {"a": LABELS}))
+add("fit: a head with labels out of range", "Head 'a'", lambda: fit(heads(), HEADS, HEAD_TARGETS | {"a": LABELS + 5}))
 for _name, (_words, _change) in {
     "None": ("NoneType", lambda f: None),
     "a tuple": ("tuple", lambda f: (f, f)),
@@ -262,6 +262,8 @@ for _argument, _values in {
     "num_data": (12,),
 }.items():
     add_values("fit", _argument, _values, partial(fit_with, "fit", _argument))
+for _call in ("fit", "fit_hyperparameters", "plan"):
+    add(f"{_call}: data", "`Data(weights=...)`", lambda call=_call: getattr(la_of(), call)([(X, REAL)], data={"w": 1}))
 for _argument, _values in {
     "max_steps": (*NOT_WHOLE, 0),
     "num_samples": (*NOT_WHOLE, 0),

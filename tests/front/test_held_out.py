@@ -27,11 +27,11 @@ from laplace_sampling import (
     NotFittedError,
     Validation,
     from_loss,
-    held_out,
     on_training_data,
 )
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model import held_out
 from laplace_sampling.predictions.calibration import Calibration
 
 
@@ -458,7 +458,7 @@ def test_several_noise_precisions_are_those_of_the_evidence_and_held_out_data_ca
     loader, val_loader = [(x, y)], [(x_new, y_new)]
     la.fit_hyperparameters(loader, val_loader, progress=False)
     before.fit_hyperparameters(loader, criterion="evidence", progress=False)
-    assert la._fitted.fit.tuned.criterion == before._fitted.fit.tuned.criterion == "evidence"
+    assert la._fitted.fit.found.criterion == before._fitted.fit.found.criterion == "evidence"
     assert la.noise_precision_.shape == (3,)
     assert_close(la.prior_precision_, before.prior_precision_)
     assert_close(la.noise_precision_, before.noise_precision_ / la.calibration_.noise)

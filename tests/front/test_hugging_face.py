@@ -51,27 +51,3 @@ def test_a_batch_encoding_is_a_batch(example: dict) -> None:
     batch = {"input_ids": example["ids"][:3], "attention_mask": torch.ones(3, 8, dtype=torch.long)}
     encoding = transformers.BatchEncoding(batch)
     assert torch.equal(la.predict(encoding).samples, la.predict(batch).samples)
-
-
-def test_products_are_those_of_finite_differences(example: dict) -> None:
-    network = example["la"].network.in_float64()
-    batch = {"input_ids": example["ids"][:2], "attention_mask": torch.ones(2, 8, dtype=torch.long)}
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(1, network.num_parameters, generator=generator, dtype=torch.float64)
-    step, parameters = 1e-5, dict(network.module.named_parameters())
-
-    def moved(length: float) -> torch.Tensor:
-        with torch.no_grad():
-            for name, part in network.unflatten(v[0]).items():
-                parameters[name] += length * part
-            out = network(batch)
-            for name, part in network.unflatten(v[0]).items():
-                parameters[name] -= length * part
-        return out
-
-    slope = (moved(step) - moved(-step)) / (2 * step)
-    found = network.jvp(batch, v)[0]
-    assert_close(found, slope, rtol=1e-5, atol=1e-7)
-    assert_close(torch.einsum("ncp,p->nc", network.jacobian(batch), v[0]), found, rtol=1e-6, atol=1e-9)
-    u = torch.randn(1, 2, 3, generator=generator, dtype=torch.float64)
-    assert_close((network.vjp(batch, u) * v).sum(), (u * found).sum(), rtol=1e-6, atol=1e-9)

@@ -126,37 +126,28 @@ def interrupted_after(steps: int, seen: list[Step]) -> Callable[[Step], None]:
 
 
 @pytest.mark.parametrize("method", ["sgd", "krylov", "dual", "exact", "kfac"])
-def test_an_interrupted_first_fit_keeps_its_steps(method: str) -> None:
-    case, seen = make_case("regression"), []
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+def test_an_interrupted_fit_shows_its_steps_until_the_next_one(method: str) -> None:
+    case, options = make_case("regression"), {"tolerance": 1e-3, "progress": False}
     la = laplace_of(case.model, "regression", method=method, solver=QUICK if method == "sgd" else None, num_samples=4)
     with pytest.raises(NotFittedError, match="history_"):
         la.history_  # noqa: B018
+    seen: list[Step] = []
     with pytest.raises(KeyboardInterrupt):
-        la.fit_hyperparameters(loader(case), tolerance=1e-3, progress=False, callback=interrupted_after(1, seen))
+        la.fit_hyperparameters(loader(case), callback=interrupted_after(1, seen), **options)
     assert la.history_ == seen
-    assert len(seen) == 1
-    for call in (lambda: la.predict(case.x), lambda: la.prior_precision_):
-        with pytest.raises(NotFittedError):
-            call()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        recorded: list[Step] = []
-        la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2), progress=False, callback=recorded.append)
-    assert la.history_ == recorded  # callbacks see what is kept
-    assert la._fitted.posterior.history == recorded
-
-
-def test_an_interrupted_second_fit_shows_its_steps_until_the_next_one() -> None:
-    case, seen = make_case("regression"), []
-    la = LinearisedLaplace(case.model, "regression", method="exact", num_samples=2)
-    la.fit_hyperparameters(loader(case), progress=False)
-    first, alpha = la.history_, la.prior_precision_
+    with pytest.raises(NotFittedError):
+        la.predict(case.x)
+    recorded: list[Step] = []
+    la.fit_hyperparameters(loader(case), criterion=Evidence(max_steps=2), callback=recorded.append, **options)
+    assert la.history_ == la._fitted.posterior.history == recorded
+    alpha, again = la.prior_precision_, []
     with pytest.raises(KeyboardInterrupt):
-        la.fit_hyperparameters(loader(case, 4), progress=False, callback=interrupted_after(1, seen))
-    assert la.history_ == seen
+        la.fit_hyperparameters(loader(case, 4), callback=interrupted_after(1, again), **options)
+    assert la.history_ == again
     assert torch.equal(la.prior_precision_, alpha)
     la.load_state_dict(la.state_dict())
-    assert la.history_ == first
+    assert la.history_ == recorded
     la.fit(loader(case), progress=False)
     assert la.history_ == []
 
@@ -165,6 +156,7 @@ def test_an_interrupted_second_fit_shows_its_steps_until_the_next_one() -> None:
     ("method", "call"),
     [("krylov", "fit_hyperparameters"), ("dual", "fit"), ("dual", "fit_hyperparameters"), ("sgd", "fit")],
 )
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 def test_groups_of_samples_that_are_drawn_are_kept(
     method: str, call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -182,9 +174,7 @@ def test_groups_of_samples_that_are_drawn_are_kept(
                 raise KeyboardInterrupt
         return draw(ggn, prior, draws, *others, **settings)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        getattr(whole, call)(loader(case), progress=False)
+    getattr(whole, call)(loader(case), progress=False)
     monkeypatch.setattr(sampling, "sample_posterior", counted)
     with pytest.warns(ConvergenceWarning, match=r"\b4\b") as caught:
         getattr(la, call)(loader(case), progress=False)
@@ -203,7 +193,5 @@ def test_groups_of_samples_that_are_drawn_are_kept(
         getattr(la, call)(loader(case), progress=False)
     assert torch.equal(la.samples_, whole.samples_[:4])
     interrupted = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        la.fit(loader(case), progress=False, warm_start=True)
+    la.fit(loader(case), progress=False, warm_start=True)
     assert len(la.samples_) == 6

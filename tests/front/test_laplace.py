@@ -1,13 +1,12 @@
 """Fits and predictions through the public class, against dense algebra."""
 
 import copy
-import sys
 
 import pytest
 import reference
 import torch
 from cases import Case, make_case
-from flat_settings import QUICK, fitted, laplace_of, loader
+from flat_settings import fitted, laplace_of, loader
 from problems import noisy, trained
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -60,17 +59,6 @@ def test_predictive_covariance_is_the_dense_one(prior: str, linear_model: str) -
     assert_close(torch.linalg.inv(H), posterior_covariance(la), rtol=1e-4, atol=1e-6)
 
 
-def test_auto_chooses_by_likelihood_and_size() -> None:
-    regression = LinearisedLaplace(make_case("regression").model, "regression")
-    assert regression.settings.linear_model == "affine"
-    classification = LinearisedLaplace(make_case("classification").model, "classification")
-    assert classification.settings.linear_model == "homogeneous"
-    assert "DenseFeatures" in type(fitted(make_case("classification_many_data"))._fitted.fit.model.features).__name__
-    case = make_case("classification")
-    assert "DenseFeatures" in type(fitted(case)._fitted.fit.model.features).__name__
-    assert "NetworkFeatures" in type(fitted(case, method="sgd", solver=QUICK)._fitted.fit.model.features).__name__
-
-
 def test_samples_are_joint_over_inputs() -> None:
     """One weight sample, one function: row k at x does not depend on what else is asked for."""
     case = make_case("regression")
@@ -84,26 +72,24 @@ def test_samples_are_joint_over_inputs() -> None:
 @pytest.mark.parametrize("method", ["exact", "sgd"])
 def test_the_same_seed_gives_the_same_samples_whatever_the_batch_size(method: str) -> None:
     case = make_case("classification_many_data")
-    settings = {
-        "method": method,
-        "solver": SGD(epochs=1, min_steps=10, mode_epochs=2, batch_size=7, tolerance=0.9) if method == "sgd" else None,
-        "num_samples": 4,
-    }
+    solver = SGD(epochs=1, min_steps=10, mode_epochs=2, batch_size=7, tolerance=0.9) if method == "sgd" else None
+    settings = {"method": method, "solver": solver, "num_samples": 4}
 
     def run(batch_size: int, seed: int = 0, **kwargs) -> LinearisedLaplace:
         la = laplace_of(case.model, "classification", seed=seed, **settings)
-        return la.fit_hyperparameters(
-            loader(case, batch_size, **kwargs), criterion=Evidence(max_steps=3), tolerance=1.0, progress=False
-        )
+        options = {"criterion": Evidence(max_steps=3), "tolerance": 1.0, "progress": False}
+        return la.fit_hyperparameters(loader(case, batch_size, **kwargs), **options)
 
     first = run(10)
     for other in (run(4), run(25), run(10, shuffle=True)):
         assert_close(other.samples_, first.samples_, rtol=1e-6, atol=1e-8)
         assert_close(other.prior_precision_, first.prior_precision_, rtol=1e-8, atol=0)
     assert not torch.allclose(run(10, seed=1).samples_, first.samples_)
-    state = torch.random.get_rng_state()
-    run(10, shuffle=True)
-    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(run(10).samples_, first.samples_)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_new_samples_are_new_and_of_the_posterior() -> None:
@@ -129,21 +115,12 @@ def test_g_prior_is_invariant_to_the_scale_before_a_layer_norm() -> None:
                 scaled[0].weight *= factor
                 scaled[0].bias *= factor
             assert_close(scaled(case.x), case.model(case.x))
-            la = LinearisedLaplace(scaled, "classification", prior=prior, num_samples=16).fit(
-                loader(case), progress=False
-            )
+            la = LinearisedLaplace(scaled, "classification", prior=prior).fit(loader(case), progress=False)
             J = reference.jacobian(scaled, case.x).flatten(0, 1)
             variances[prior, factor] = (J @ posterior_covariance(la) * J).sum(1)
     for factor in (0.1, 10.0):
         assert_close(variances["g-prior", factor], variances["g-prior", 1.0], rtol=1e-6, atol=0)
         assert not torch.allclose(variances["isotropic", factor], variances["isotropic", 1.0], rtol=0.1)
-
-
-def test_frozen_weights_are_not_random() -> None:
-    case = make_case("frozen_body")
-    assert fitted(case).samples_.shape[1] == 28
-    la = LinearisedLaplace(case.model, "classification", parameters=["0.*"])
-    assert la.network.names == ["0.weight", "0.bias"]
 
 
 def test_prior_noise_and_starting_values_are_used() -> None:
@@ -192,69 +169,6 @@ def test_very_few_data_and_samples_do_not_blow_up(num_data: int, method: str) ->
         assert 1e-9 < float(la.noise_precision_) < 1e6
 
 
-def test_ending_at_a_bound_is_said() -> None:
-    case = make_case("regression")
-    la = laplace_of(case.model, "regression", prior_precision=700.0)
-    with pytest.warns(ConvergenceWarning, match="precision_bounds") as record:
-        la.fit_hyperparameters(loader(case), criterion=Evidence(precision_bounds=(500.0, 1000.0)), progress=False)
-    assert record[0].filename == __file__
-    with pytest.raises(ValueError, match="precision_bounds"):
-        la.fit_hyperparameters(loader(case), criterion=Evidence(precision_bounds=(1.0, 0.1)), progress=False)
-
-
-def test_samples_depend_on_the_seed_alone() -> None:
-    case = make_case("classification_many_data")
-    expected = fitted(case).samples_
-    default, state = torch.get_default_dtype(), torch.random.get_rng_state()
-    torch.set_default_dtype(torch.float64)
-    try:
-        la = LinearisedLaplace(case.model, "classification").fit(loader(case, shuffle=True), progress=False)
-    finally:
-        torch.set_default_dtype(default)
-    assert torch.equal(la.samples_, expected)
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_progress_bars_and_callback(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, steps = make_case("classification_many_data"), []
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    la = laplace_of(case.model, "classification", method="sgd", solver=QUICK)
-    criterion = Evidence(max_steps=2, num_samples=2)
-    la.fit_hyperparameters(loader(case), criterion=criterion, callback=steps.append, tolerance=10.0)
-    assert [s.step for s in steps] == [1]
-    shown = capfd.readouterr().err
-    for label in ("EM", "step 1: mode", "step 1: samples", "64 samples"):
-        assert label in shown
-    la.fit(loader(case), progress=False)
-    assert capfd.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    la.fit(loader(case))  # bars in a file are noise
-    assert capfd.readouterr().err == ""
-
-
-def test_unfinished_em_and_unfinished_samples_warn() -> None:
-    case = make_case("regression")
-    with pytest.warns(ConvergenceWarning, match="max_steps"):
-        LinearisedLaplace(case.model, "regression", prior="layerwise").fit_hyperparameters(
-            loader(case), criterion=Evidence(max_steps=1), progress=False
-        )
-    solver = SGD(epochs=1, min_steps=1, tolerance=1e-9, finish_passes=0)
-    with pytest.warns(ConvergenceWarning, match="Stochastic"):
-        fitted(case, method="sgd", solver=solver)
-
-
-def test_repr_tells_the_state() -> None:
-    case = make_case("conv_batch_norm")
-    la = LinearisedLaplace(case.model, "classification", prior="g-prior")
-    assert "P=88" in repr(la)
-    assert "not fitted" in repr(la)
-    with torch.no_grad():
-        case.model[5].weight[:, :4] = 0  # the first channel has no influence
-    la.fit(loader(case), progress=False)
-    assert "prior_precision_={all: 1}" in repr(la)
-    assert "weights floored" in repr(la)
-
-
 def test_targets_that_are_zero_end_at_a_bound_and_not_in_an_error() -> None:
     case = make_case("regression")
     la = LinearisedLaplace(case.model, Gaussian(1.0, learn=False), method="krylov", linear_model="homogeneous")
@@ -284,24 +198,6 @@ def test_evidence_is_balanced_at_its_optimum() -> None:
     curves = la.evidence_path(decades=1, num=41)
     assert int(curves.log_marginal_likelihood.argmax()) in (19, 20, 21)
     assert curves.at == pytest.approx(float(la.prior_precision_))
-
-
-def test_a_fit_is_diagnosed_in_words() -> None:
-    case = make_case("classification_many_data")
-    la = LinearisedLaplace(case.model, "classification", method="krylov").fit_hyperparameters(
-        case.batches, progress=False
-    )
-    assert la.diagnose().ok
-    assert "Verdict: nothing is wrong" in str(la.diagnose())
-    assert "'krylov': as asked for" in repr(la)
-    with pytest.warns(ConvergenceWarning, match="samples"):
-        la = laplace_of(
-            case.model,
-            "classification",
-            method="sgd",
-            solver=SGD(epochs=1, min_steps=1, finish_passes=0, tolerance=1e-9),
-        ).fit(case.batches, progress=False)
-    assert not la.diagnose().ok
 
 
 @pytest.mark.parametrize("method", ["exact", "krylov", "dual"])

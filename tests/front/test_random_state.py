@@ -12,7 +12,6 @@ from flat_settings import QUICK
 from torch import nn
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     Sampler,
     TensorDataset,
@@ -26,16 +25,8 @@ Y = X.sum(1, keepdim=True) + 0.1 * torch.randn(20, 1, generator=DATA)
 DATASET = TensorDataset(X, Y)
 
 
-class OfNumpy(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.permutation(20).tolist())  # noqa: NPY002 as users write it
-
-    def __len__(self) -> int:
-        return 20
-
-
 class OfItsOwn(Sampler[int]):
-    """Shuffles a list of its own, and counts its epochs."""
+    """Shuffles a list of its own by several generators, and counts its epochs."""
 
     def __init__(self) -> None:
         self.order, self.epoch, self.random = list(range(20)), 0, random.Random(3)
@@ -43,6 +34,7 @@ class OfItsOwn(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.epoch += 1
         random.shuffle(self.order)
+        self.order = [self.order[i] for i in np.random.permutation(20)]  # noqa: NPY002 as users write it
         return iter([*self.random.sample(self.order, 10), *self.order[: self.epoch]])
 
     def __len__(self) -> int:
@@ -62,28 +54,13 @@ class Stream(IterableDataset):
                 yield X[i], Y[i]
 
 
-class Slow(Dataset):
-    """Of single items, which workers fetch."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return X[i], Y[i]
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
-
-
 LOADERS: dict[str, Callable[[], DataLoader]] = {
     "shuffled": lambda: DataLoader(DATASET, 6, shuffle=True),
     "workers": lambda: DataLoader(
-        Slow(), 6, shuffle=True, generator=generator(), num_workers=2, persistent_workers=True
+        DATASET, 6, shuffle=True, generator=torch.Generator(), num_workers=2, persistent_workers=True
     ),
-    "numpy": lambda: DataLoader(DATASET, 6, sampler=OfNumpy()),
     "its own": lambda: DataLoader(DATASET, 6, sampler=OfItsOwn()),
-    "stream": lambda: DataLoader(Stream(), 6, generator=generator()),
+    "stream": lambda: DataLoader(Stream(), 6, generator=torch.Generator()),
 }
 
 

@@ -80,16 +80,11 @@ def test_calls_are_told_apart_by_their_arguments(path: Path) -> None:
         for value in (1.0, 2.0, 2.0):
             results.result("f", (torch.tensor(value), object()), lambda value=value: value)
         results.result("g", (torch.tensor(1.0), object()), lambda: 3.0)
+        assert [results.result("h", pair, lambda pair=pair: pair[0]) for pair in ((1, 23), (12, 3))] == [1, 12]
     with opened(path) as results:
         calls = [("g", 1.0), ("f", 2.0), ("f", 2.0), ("f", 3.0), ("f", 1.0), ("f", 1.0)]
         arguments = [(name, (torch.tensor(value), object())) for name, value in calls]
         assert [results.result(*call, lambda: -1.0) for call in arguments] == [3.0, 2.0, 2.0, -1.0, 1.0, -1.0]
-
-
-def test_arguments_are_not_joined(path: Path) -> None:
-    with opened(path) as results:
-        assert results.result("f", (1, 23), lambda: 1.0) == 1.0
-        assert results.result("f", (12, 3), lambda: 2.0) == 2.0
 
 
 def test_what_is_no_part_of_a_fit_is_not_recorded(path: Path) -> None:

@@ -77,7 +77,7 @@ def test_certain_soft_labels_are_labels(kind: str) -> None:
     assert math.isclose(float(a.predict(x).joint_log_prob(hard)), float(b.predict(x).joint_log_prob(certain)))
 
 
-@pytest.mark.parametrize("criterion", ["auto", "self_consistency", "validation", "leave_one_out", "evidence"])
+@pytest.mark.parametrize("criterion", ["self_consistency", "validation"])
 @pytest.mark.parametrize("kind", ["classification", "binary"])
 def test_every_criterion_takes_soft_labels(kind: str, criterion: str) -> None:
     model, x, y = trained(kind)
@@ -107,15 +107,11 @@ def test_positions_have_soft_labels_and_some_none() -> None:
 def test_heads_take_soft_labels() -> None:
     torch.manual_seed(0)
 
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kind, self.flag = nn.Linear(3, 3), nn.Linear(3, 1)
-
+    class Heads(nn.ModuleDict):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"kind": self.kind(x), "flag": self.flag(x)}
+            return {name: head(x) for name, head in self.items()}
 
-    model, x = Heads().double(), torch.randn(20, 3, dtype=torch.float64)
+    model, x = Heads({"kind": nn.Linear(3, 3), "flag": nn.Linear(3, 1)}).double(), torch.randn(20, 3).double()
     y = {"kind": torch.randn(20, 3).double().softmax(1), "flag": torch.rand(20, 1).double()}
     la = LinearisedLaplace(model, MultiTask({"kind": Categorical(), "flag": Bernoulli()}), method="exact")
     la.fit([(x, y)], progress=False)

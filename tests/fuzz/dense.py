@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Dense", "Loss", "Whitened", "flat_outputs", "jacobian", "losses"]
-
 # `Σ_n w_n ℓ(y_n, f_n)` as a function of all outputs `[N, C]`, and of outputs at which a mean over `y` is taken.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -23,20 +21,6 @@ def flat_outputs(model: nn.Module, x: object) -> Tensor:
     out = model(**x) if isinstance(x, dict) else model(x)
     parts = list(out.values()) if isinstance(out, dict) else [out]
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
-
-
-def jacobian(model: nn.Module, weights: list[Tensor], x: object) -> Tensor:
-    """`[N, C, P]`, by one reverse pass for each output of each datum."""
-    out = flat_outputs(model, x)
-    rows = []
-    for entry in out.flatten():
-        grads = torch.autograd.grad(entry, weights, retain_graph=True, allow_unused=True)
-        rows.append(
-            torch.cat(
-                [(torch.zeros_like(w) if g is None else g).flatten() for g, w in zip(grads, weights, strict=True)]
-            )
-        )
-    return torch.stack(rows).reshape(*out.shape, -1).double().detach()
 
 
 def losses(kind: str, y: Tensor, shape: tuple[int, ...], weights: Tensor, noise: Tensor) -> Loss:
@@ -52,9 +36,8 @@ def losses(kind: str, y: Tensor, shape: tuple[int, ...], weights: Tensor, noise:
 
     def each(f: Tensor, at: Tensor) -> Tensor:
         if kind == "regression":
-            return (0.5 * noise * (f - y.reshape(f.shape)) ** 2 - 0.5 * noise.log() + 0.5 * math.log(2 * math.pi)).sum(
-                1
-            )
+            squares = noise * (f - y.reshape(f.shape)) ** 2
+            return 0.5 * (squares - noise.log() + math.log(2 * math.pi)).sum(1)
         if kind == "classification":
             return F.cross_entropy(f.reshape(-1, *shape), y, reduction="none").reshape(len(f), -1).sum(1)
         if kind == "tokens":

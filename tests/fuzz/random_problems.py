@@ -7,8 +7,9 @@ from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
+import reference
 import torch
-from fuzz.dense import Dense, Loss, curvature, flat_outputs, jacobian, losses
+from fuzz.dense import Dense, Loss, curvature, flat_outputs, losses
 from fuzz.small_networks import ACTIVATIONS, NETWORKS, Sizes, build
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -40,6 +41,13 @@ __all__ = ["METHODS", "Example", "Problem", "examples", "problem"]
 METHODS = ["exact", "krylov", "cg", "svrg", "sgd", "dual", "kfac", "diagonal", "auto"]
 PRIORS = {"isotropic": IsotropicPrior, "g-prior": GPrior, "layerwise": LayerwisePrior}
 LIKELIHOODS = ["regression", "classification", "binary", "poisson", "heteroscedastic", "from_loss"]
+# What `parameters` is, and the same as a function of a name and its weight.
+PARAMETERS: dict[str, tuple[Any, Callable[[str, Tensor], bool]]] = {
+    "all": (None, lambda name, weight: weight.requires_grad),
+    "last_layer": ("last_layer", lambda name, weight: fnmatch(name, "head*")),
+    "head": (["head*"], lambda name, weight: fnmatch(name, "head*")),
+    "weights": (lambda name, weight: name.endswith("weight"), lambda name, weight: name.endswith("weight")),
+}
 # Data that are predicted and not fitted, and the largest number of observations.
 _UNSEEN, _MOST_ROWS = 3, 120
 
@@ -111,7 +119,7 @@ def examples(draw: st.DrawFn, method: str) -> Example:
         log_precision=draw(st.integers(-6, 6)),
         log_noise=draw(st.integers(-3, 6)) if likelihood == "regression" else 0,
         noise=draw(st.sampled_from(["network", "given", "outputs"])) if likelihood == "regression" else "network",
-        parameters=draw(st.sampled_from(["all", "last_layer", "head", "weights"])),
+        parameters=draw(st.sampled_from(list(PARAMETERS))),
         linear_model=draw(st.sampled_from(["auto", "affine", "homogeneous"])),
         batch_size=draw(st.sampled_from([60, 20, 7])),
         weighted=draw(st.booleans()),
@@ -211,15 +219,12 @@ def _smooth_loss(f: Tensor, y: Tensor) -> Tensor:
 
 
 def _likelihood(example: Example, width: int) -> tuple[Likelihood, Tensor]:
-    b = 10.0**example.log_noise
-    kind = example.likelihood
-    if kind == "regression":
-        noise = torch.tensor(b, dtype=torch.float64)
+    """The likelihood, and its noise precision."""
+    if example.likelihood == "regression":
+        noise = torch.tensor(10.0**example.log_noise, dtype=torch.float64)
         if example.noise == "outputs" and width > 1:
-            noise = b * torch.linspace(0.5, 2, width, dtype=torch.float64)
+            noise = noise * torch.linspace(0.5, 2, width, dtype=torch.float64)
         return Gaussian(noise, learn=example.noise != "given"), noise
-    one = torch.ones((), dtype=torch.float64)
-    heads = MultiTask({"value": Gaussian(2.0, learn=False), "kind": Categorical(), "count": Poisson()})
     made = {
         "classification": Categorical(),
         "tokens": Categorical(class_dim=-1),
@@ -227,18 +232,9 @@ def _likelihood(example: Example, width: int) -> tuple[Likelihood, Tensor]:
         "poisson": Poisson(),
         "heteroscedastic": HeteroscedasticGaussian(),
         "from_loss": from_loss(_smooth_loss),
-        "heads": heads,
+        "heads": MultiTask({"value": Gaussian(2.0, learn=False), "kind": Categorical(), "count": Poisson()}),
     }
-    return made[kind], one
-
-
-def _is_random(example: Example, name: str, weight: Tensor) -> bool:
-    return {
-        "all": weight.requires_grad,
-        "last_layer": fnmatch(name, "head*"),
-        "head": fnmatch(name, "head*"),
-        "weights": name.endswith("weight"),
-    }[example.parameters]
+    return made[example.likelihood], torch.ones((), dtype=torch.float64)
 
 
 def _train(model: nn.Module, x: Any, y: Any, kind: str, shape: tuple[int, ...], steps: int) -> None:
@@ -289,12 +285,13 @@ def _problem(example: Example) -> Problem:
 
     precise, exact_x = copy.deepcopy(model).double(), _as(x, torch.float64)
     parameters: dict[str, Tensor] = dict(precise.named_parameters())
-    names = [name for name, weight in parameters.items() if _is_random(example, name, weight)]
-    weights = [parameters[name].requires_grad_() for name in names]
-    J = jacobian(precise, weights, exact_x)
+    names = [name for name, weight in parameters.items() if PARAMETERS[example.parameters][1](name, weight)]
+    for name, weight in parameters.items():
+        weight.requires_grad_(name in names)
+    J = reference.jacobian(precise, exact_x)
     with torch.no_grad():
         f = flat_outputs(precise, exact_x)
-    w = torch.cat([weight.detach().flatten() for weight in weights])
+    w = torch.cat([parameters[name].detach().flatten() for name in names])
     affine = example.linear_model == "affine" or (example.linear_model == "auto" and kind == "regression")
     offset = f - J @ w if affine else torch.zeros_like(f)
     loss = partial(losses, kind, _columns(kind, y), tuple(out.shape[1:]), multiplicity)
@@ -308,12 +305,7 @@ def _problem(example: Example) -> Problem:
     batches = [(_slice(train, slice(n, n + size)), _slice(y, slice(n, n + size))) for n in range(0, N, size)]
     settings = {
         "prior": PRIORS[example.prior](precision=10.0**example.log_precision),
-        "parameters": {
-            "all": None,
-            "last_layer": "last_layer",
-            "head": ["head*"],
-            "weights": lambda name, parameter: name.endswith("weight"),
-        }[example.parameters],
+        "parameters": PARAMETERS[example.parameters][0],
         "num_samples": example.num_samples,
         "seed": example.seed,
         "linear_model": example.linear_model,

@@ -21,9 +21,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "hardswish": nn.Hardswish,
     "mish": nn.Mish,
 }
-# Steps of a sequence, and the length of each side of an image.
-_STEPS, _SIDE = 3, 3
-_WORDS = 5
+# Steps of a sequence, the length of each side of an image, and the number of words.
+_STEPS, _SIDE, _WORDS = 3, 3, 5
 
 
 @dataclass(frozen=True)
@@ -43,94 +42,21 @@ class Sizes:
 Body = tuple[nn.Module, int, Callable[[int], Any]]
 
 
-class WithHead(nn.Module):
-    """A body and a linear layer, whose name is `head`."""
+class Calls(nn.Module):
+    """Modules by name, and a function of this module and the inputs."""
 
-    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
         super().__init__()
-        self.body, self.head = body, head
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        return self.head(self.body(*args, **kwargs))
+        return self.function(self, *args, **kwargs)
 
 
-class Residual(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inside(x)
-
-
-class Recurrent(nn.Module):
-    """The last state of a recurrent layer."""
-
-    def __init__(self, layer: nn.RNNBase) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0][:, -1]
-
-
-class Attention(nn.Module):
-    """A mean over the steps, or all of them."""
-
-    def __init__(self, width: int, mean: bool) -> None:
-        super().__init__()
-        self.attention, self.mean = nn.MultiheadAttention(width, 2, batch_first=True), mean
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x + self.attention(x, x, x, need_weights=False)[0]
-        return h.mean(1) if self.mean else h
-
-
-class Words(nn.Module):
-    """The mean of embeddings."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(_WORDS, width, padding_idx=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embedding(x).mean(1)
-
-
-class Named(nn.Module):
-    """Two inputs by name."""
-
-    def __init__(self, width: int, act: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second, self.act = nn.Linear(2, width), nn.Linear(1, width, bias=False), act
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.act(self.first(left) * self.second(right) + self.first(left))
-
-
-class Tied(nn.Module):
-    """One weight in two places."""
-
-    def __init__(self, width: int, act: nn.Module) -> None:
-        super().__init__()
-        self.down, self.act = nn.Linear(2, width), act
-        self.up = nn.Linear(width, 2, bias=False)
-        self.again = nn.Linear(2, width)
-        self.again.weight = self.down.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.again(self.up(self.act(self.down(x)))))
-
-
-class Heads(nn.Module):
-    """A dictionary of outputs."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.kind, self.value, self.count = nn.Linear(width, 3), nn.Linear(width, 2), nn.Linear(width, 1)
-
-    def forward(self, h: Tensor) -> dict[str, Tensor]:
-        return {"kind": self.kind(h), "value": self.value(h), "count": self.count(h)[:, 0]}
+def _pairs(n: int) -> Tensor:
+    return torch.randn(n, 2)
 
 
 def _mlp(sizes: Sizes) -> Body:
@@ -139,18 +65,17 @@ def _mlp(sizes: Sizes) -> Body:
     for _ in range(sizes.depth):
         layers += [nn.Linear(width, sizes.width), sizes.act()]
         width = sizes.width
-    return nn.Sequential(*layers), width, lambda n: torch.randn(n, 2)
+    return nn.Sequential(*layers), width, _pairs
 
 
 def _norm(sizes: Sizes) -> Body:
-    body = nn.Sequential(nn.Linear(2, sizes.width), nn.LayerNorm(sizes.width), sizes.act())
-    return body, sizes.width, lambda n: torch.randn(n, 2)
+    return nn.Sequential(nn.Linear(2, sizes.width), nn.LayerNorm(sizes.width), sizes.act()), sizes.width, _pairs
 
 
 def _residual(sizes: Sizes) -> Body:
     inside = nn.Sequential(nn.Linear(sizes.width, sizes.width), sizes.act(), nn.Dropout(0.3))
-    body = nn.Sequential(nn.Linear(2, sizes.width), *(Residual(inside) for _ in range(sizes.depth)))
-    return body, sizes.width, lambda n: torch.randn(n, 2)
+    blocks = [Calls(lambda m, x: x + m.inside(x), inside=inside) for _ in range(sizes.depth)]
+    return nn.Sequential(nn.Linear(2, sizes.width), *blocks), sizes.width, _pairs
 
 
 def _conv(sizes: Sizes) -> Body:
@@ -168,33 +93,42 @@ def _image(sizes: Sizes) -> Body:
 
 def _recurrent(kind: Callable[..., nn.RNNBase]) -> Callable[[Sizes], Body]:
     def build(sizes: Sizes) -> Body:
-        body = Recurrent(kind(2, sizes.width, batch_first=True))
+        body = Calls(lambda m, x: m.layer(x)[0][:, -1], layer=kind(2, sizes.width, batch_first=True))
         return body, sizes.width, lambda n: torch.randn(n, _STEPS, 2)
 
     return build
 
 
-def _attention(mean: bool) -> Callable[[Sizes], Body]:
+def _attention(after: Callable[[Tensor], Tensor]) -> Callable[[Sizes], Body]:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        return after(x + module.attention(x, x, x, need_weights=False)[0])
+
     def build(sizes: Sizes) -> Body:
-        return Attention(4, mean), 4, lambda n: torch.randn(n, _STEPS, 4)
+        body = Calls(forward, attention=nn.MultiheadAttention(4, 2, batch_first=True))
+        return body, 4, lambda n: torch.randn(n, _STEPS, 4)
 
     return build
 
 
 def _words(sizes: Sizes) -> Body:
-    return Words(sizes.width), sizes.width, lambda n: torch.randint(_WORDS, (n, _STEPS))
+    body = Calls(lambda m, x: m.embedding(x).mean(1), embedding=nn.Embedding(_WORDS, sizes.width, padding_idx=0))
+    return body, sizes.width, lambda n: torch.randint(_WORDS, (n, _STEPS))
 
 
 def _named(sizes: Sizes) -> Body:
-    return (
-        Named(sizes.width, sizes.act()),
-        sizes.width,
-        lambda n: {"left": torch.randn(n, 2), "right": torch.randn(n, 1)},
-    )
+    def forward(m: Any, left: Tensor, right: Tensor) -> Tensor:
+        return m.act(m.first(left) * m.second(right) + m.first(left))
+
+    first, second = nn.Linear(2, sizes.width), nn.Linear(1, sizes.width, bias=False)
+    body = Calls(forward, first=first, second=second, act=sizes.act())
+    return body, sizes.width, lambda n: {"left": torch.randn(n, 2), "right": torch.randn(n, 1)}
 
 
 def _tied(sizes: Sizes) -> Body:
-    return Tied(sizes.width, sizes.act()), sizes.width, lambda n: torch.randn(n, 2)
+    down, up, again = nn.Linear(2, sizes.width), nn.Linear(sizes.width, 2, bias=False), nn.Linear(2, sizes.width)
+    again.weight = down.weight
+    body = Calls(lambda m, x: m.act(m.again(m.up(m.act(m.down(x))))), down=down, act=sizes.act(), up=up, again=again)
+    return body, sizes.width, _pairs
 
 
 def _frozen(sizes: Sizes) -> Body:
@@ -209,7 +143,7 @@ def _dead(sizes: Sizes) -> Body:
     layer = nn.Linear(2, sizes.width)
     with torch.no_grad():
         layer.bias[0] = -1e3
-    return nn.Sequential(layer, nn.ReLU()), sizes.width, lambda n: torch.randn(n, 2)
+    return nn.Sequential(layer, nn.ReLU()), sizes.width, _pairs
 
 
 # Names of the kinds of networks; `image`, `tokens` and `heads` say what the outputs are.
@@ -222,8 +156,8 @@ NETWORKS: dict[str, Callable[[Sizes], Body]] = {
     "rnn": _recurrent(nn.RNN),
     "gru": _recurrent(nn.GRU),
     "lstm": _recurrent(nn.LSTM),
-    "attention": _attention(mean=True),
-    "tokens": _attention(mean=False),
+    "attention": _attention(lambda h: h.mean(1)),
+    "tokens": _attention(lambda h: h),
     "words": _words,
     "named": _named,
     "tied": _tied,
@@ -234,12 +168,16 @@ NETWORKS: dict[str, Callable[[Sizes], Body]] = {
 
 
 def build(kind: str, sizes: Sizes, num_data: int) -> tuple[nn.Module, Any]:
-    """A network of random weights, and inputs."""
+    """A network of random weights, whose last layer is called `head`, and inputs."""
     body, width, inputs = NETWORKS[kind](sizes)
     if kind == "heads":
-        head: nn.Module = Heads(width)
+        heads = {"kind": nn.Linear(width, 3), "value": nn.Linear(width, 2), "count": nn.Linear(width, 1)}
+        head: nn.Module = Calls(
+            lambda m, h: {"kind": m.kind(h), "value": m.value(h), "count": m.count(h)[:, 0]}, **heads
+        )
     elif kind == "image":
         head = nn.Conv2d(width, sizes.outputs, 1)
     else:
         head = nn.Linear(width, sizes.outputs)
-    return WithHead(body, head), inputs(num_data)
+    network = Calls(lambda m, *args, **kwargs: m.head(m.body(*args, **kwargs)), body=body, head=head)
+    return network, inputs(num_data)

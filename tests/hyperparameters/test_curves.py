@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from tangent_problems import build, dense_model, random_spectrum, rows_of
+from problems import built, dense_model
+from quadratics import random_spectrum
 from torch import nn
 from torch.testing import assert_close
 
@@ -34,7 +35,7 @@ def test_traces_of_all_eigenvalues_have_no_error() -> None:
 @pytest.mark.parametrize("name", ["regression", "regression_many_data", "classification"])
 def test_a_complete_krylov_run_gives_the_dense_traces(name: str, recipe: str) -> None:
     model = dense_model(name)
-    prior = build(recipe, model, 2.0)
+    prior = built(recipe, model, 2.0)
     ggn = model.ggn(model.network_outputs)
     ggn = GGN(ScaledFeatures(ggn.features, prior.scale), ggn.likelihood, ggn.outputs, ggn.targets)
     traces = krylov_traces(ggn, 2.0, Draws(ggn.size, 0), settled(ALPHAS, 1e-12))
@@ -101,8 +102,11 @@ def test_traces_of_a_multiple_of_the_identity(equal: int) -> None:
 
 def test_the_curve_of_the_mode_is_that_of_ridge_regression() -> None:
     model = dense_model("regression_many_data")
-    prior = build("isotropic", model, 2.0)
-    J, y = rows_of(model, prior).flatten(0, 1), (model.targets - model.offset).reshape(-1)
+    prior = built("isotropic", model, 2.0)
+    J, y = (
+        ScaledFeatures(model.features, prior.scale).rows(torch.arange(20)).flatten(0, 1),
+        (model.targets - model.offset).reshape(-1),
+    )
     beta = float(model.likelihood.noise_precision)
 
     def ridge(alphas: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

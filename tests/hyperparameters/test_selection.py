@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import reference
 import torch
 from cases import make_case
 from problems import make_prior
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, function_draws
-from laplace_sampling.hyperparameters.rules import LossRise, Selected, SelfConsistency, grid, smallest_allowed
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters
+from laplace_sampling.hyperparameters.rules import LossRise, SelfConsistency, grid, smallest_allowed
 from laplace_sampling.hyperparameters.validation import Validation, _widest
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.weighted import weighted
@@ -40,14 +42,12 @@ def ratio_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 
     """The rise of the loss by its curvature and by many other draws."""
     likelihood, f, y = model.likelihood, model.network_outputs, model.targets
     (covariance,) = path.covariances(model.features, torch.tensor([alpha], dtype=torch.float64))
-    values, vectors = torch.linalg.eigh(covariance)
-    white = torch.randn(num, *f.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+    z = reference.normal(covariance, num, torch.Generator().manual_seed(1))
     rise = likelihood.loss(f + z, y) + likelihood.loss(f - z, y) - 2 * likelihood.loss(f, y)
     return float(rise.mean() / (z * likelihood.curvature(f, z, y)).sum(-1).mean())
 
 
-def select(model: LinearModel, path: CovariancePath, seed: int = 0, **settings: float) -> Selected:
+def select(model: LinearModel, path: CovariancePath, seed: int = 0, **settings: float) -> Hyperparameters:
     return LossRise(SelfConsistency(**{"most_ratio": 1.5, "most_lost": 1e9, **settings})).select(
         model, path, BOUNDS, seed, 1e12
     )
@@ -69,7 +69,7 @@ def test_the_loss_rises_as_its_curvature_says_down_to_the_precision(name: str, c
     if all(found.alpha > 1.01 * float(alphas[-1]) for found in runs):
         assert sum(ratios) / len(ratios) == pytest.approx(math.log(1.5), abs=0.1)
     for found in runs:
-        assert found.effective_dimension == pytest.approx(path.effective_dimension(found.alpha))
+        assert found.history[0].effective_dimension[0] == pytest.approx(path.effective_dimension(found.alpha))
 
 
 def test_a_loss_that_grows_less_than_its_curvature_says_bounds_the_precision_too() -> None:
@@ -114,9 +114,7 @@ def test_error_bars_cost_the_training_labels_no_more_than_a_part_of_the_loss(nam
     generator = torch.Generator().manual_seed(2)
     for factor, within in ((4.0, True), (1.0, None), (0.1, False)):
         (V,) = path.covariances(model.features, torch.tensor([factor * found], dtype=torch.float64))
-        values, vectors = torch.linalg.eigh(V)
-        white = torch.randn(4000, *f.shape, generator=generator, dtype=torch.float64)
-        z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+        z = reference.normal(V, 4000, generator)
         if name == "multi_label":
             logs = torch.where(y.bool(), (f + z).sigmoid(), (-f - z).sigmoid()).mean(0).log()
             alone = torch.where(y.bool(), f.sigmoid(), (-f).sigmoid()).log()
@@ -174,7 +172,7 @@ def test_a_part_of_many_data_is_looked_at_and_its_rows_are_counted() -> None:
     assert [rule.cost(features, rough=rough).operations(cost) for rough in (True, False)] == [2 * 8 * 600, 2 * 8 * 300]
     model, path = problem("classification")
     # Eight data of four outputs take 32 VJPs for all precisions, and a pass is a JVP and a VJP of all eight.
-    assert select(model, path).passes == 32 / 16
+    assert select(model, path).history[0].passes == 32 / 16
 
 
 @pytest.mark.parametrize("start", [None, 0, 3, 12, 39])
@@ -204,7 +202,11 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     found = rule.select(model, path, BOUNDS, 0, 1e12)
     near = rule.select(model, path, BOUNDS, 0, 1e12, 2 * found.alpha)
     assert near.alpha == pytest.approx(found.alpha)
-    assert near.passes < found.passes if samples else near.passes == found.passes  # rows are those of all precisions
+    assert (
+        near.history[0].passes < found.history[0].passes
+        if samples
+        else near.history[0].passes == found.history[0].passes
+    )  # rows are those of all precisions
     # Eight held-out data have several maxima, so that where a search begins decides; these are more.
     model, path, other = many()
     found = other.select(model, path, BOUNDS, 0, 1.0)
@@ -215,7 +217,11 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     assert near.calibration.log_likelihood > found.calibration.log_likelihood - 2 * Validation.price * len(
         other.model.network_outputs
     )
-    assert near.passes < found.passes if samples else near.passes == found.passes
+    assert (
+        near.history[0].passes < found.history[0].passes
+        if samples
+        else near.history[0].passes == found.history[0].passes
+    )
 
 
 def tempered(rule: Validation, deviations: Tensor, lowest: float) -> Calibration:
@@ -246,7 +252,9 @@ def test_held_out_labels_are_as_likely_from_coarse_to_fine_as_by_a_search_of_all
     # Steps to larger precisions stop where one gains less than the price, those to smaller ones where they lose more.
     assert found > best - 2 * Validation.price * len(rule.model.network_outputs)
     if name == "many" and samples:
-        assert 2 * model.features.num_data * selected.passes < 0.6 * 8 * rule.model.features.num_data * len(alphas)
+        assert 2 * model.features.num_data * selected.history[0].passes < 0.6 * 8 * rule.model.features.num_data * len(
+            alphas
+        )
 
 
 def on_data(model: LinearModel, J: Tensor, f: Tensor, y: Tensor) -> LinearModel:
@@ -351,9 +359,7 @@ def test_held_out_labels_are_likeliest_at_the_precision_and_temperature() -> Non
     generator = torch.Generator().manual_seed(7)
     for alpha in (found.alpha * 30, found.alpha, found.alpha / 30):
         (V,) = path.covariances(model.features, torch.tensor([alpha], dtype=torch.float64))
-        values, vectors = torch.linalg.eigh(V)
-        white = torch.randn(2000, *rule.model.network_outputs.shape, generator=generator, dtype=torch.float64)
-        z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+        z = reference.normal(V, 2000, generator)
         for T in (0.7, 1.0, 1.5, 2.5, 4.0):
             probs = ((rule.model.network_outputs + z) / T).softmax(-1).mean(0)
             log_likelihood = float(probs[torch.arange(len(probs)), rule.model.targets].log().sum())

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tangent_problems import build, dense_model
+from problems import built, dense_model
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -23,7 +23,7 @@ def start_at(prior, samples=None) -> Start:
 @pytest.mark.parametrize("recipe", ["isotropic", "g-prior"])
 def test_of_the_same_problem_it_is_the_solution(recipe: str) -> None:
     model = dense_model("classification")
-    prior, ggn = build(recipe, model, 0.7), model.ggn(model.network_outputs)
+    prior, ggn = built(recipe, model, 0.7), model.ggn(model.network_outputs)
     solver = BlockKrylov(1e-6)
     sampled = draw(ggn, prior, DRAWS, solver, rows=100, dtype=torch.float64)
     solution = sample_posterior(ggn, prior, DRAWS, solver)
@@ -39,7 +39,7 @@ def test_of_the_same_problem_it_is_the_solution(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["isotropic", "g-prior"])
 def test_what_data_do_not_determine_is_the_prior_sample_at_every_precision(recipe: str) -> None:
     model = dense_model("classification")
-    old, new = build("isotropic", model, 0.7), build(recipe, model, 20.0)
+    old, new = built("isotropic", model, 0.7), built(recipe, model, 20.0)
     white = DRAWS.prior(len(old.scale)).double()
     prior_samples = white / old.diagonal().sqrt()
     delta = start_at(old, prior_samples).delta(DRAWS, new)
@@ -48,7 +48,7 @@ def test_what_data_do_not_determine_is_the_prior_sample_at_every_precision(recip
 
 def test_other_draws_have_no_start() -> None:
     model = dense_model("classification")
-    prior = build("isotropic", model, 1.0)
+    prior = built("isotropic", model, 1.0)
     start = start_at(prior, torch.zeros(6, len(prior.scale), dtype=torch.float64))
     assert start.delta(Draws(6, 1, Stream.SAMPLES + 1), prior) is None
     assert start.delta(Draws(6, 2, Stream.SAMPLES), prior) is None
@@ -58,7 +58,7 @@ def test_other_draws_have_no_start() -> None:
 
 
 def test_the_noise_is_carried_over_where_it_is_learnt() -> None:
-    start = start_at(build("isotropic", dense_model("classification"), 1.0))
+    start = start_at(built("isotropic", dense_model("classification"), 1.0))
     assert float(start.likelihood_from(Gaussian(5.0)).noise_precision) == 2.0
     assert float(start.likelihood_from(Gaussian(5.0, learn=False)).noise_precision) == 5.0
 
@@ -66,7 +66,7 @@ def test_the_noise_is_carried_over_where_it_is_learnt() -> None:
 def test_an_error_of_a_warm_solve_is_bounded_in_the_norm_of_the_precision() -> None:
     """`‖e‖_H ≤ ‖r‖/√α`, which is `2ε ‖Φζ‖_B` where the bound of `function_error` is `ε`."""
     model = dense_model("classification")
-    prior, ggn = build("isotropic", model, 0.3), model.ggn(model.network_outputs)
+    prior, ggn = built("isotropic", model, 0.3), model.ggn(model.network_outputs)
     generator = torch.Generator().manual_seed(0)
     exact = sample_posterior(ggn, prior, DRAWS, BlockKrylov(1e-10))
     init = exact.delta + 0.3 * torch.randn(exact.delta.shape, generator=generator, dtype=torch.float64)

@@ -124,13 +124,13 @@ def test_a_classification_is_tuned_saved_and_loaded(criterion: str, tmp_path) ->
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 @pytest.mark.parametrize("grows", [True, False])
 def test_the_part_of_the_fit_chooses_the_precision(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, parts, choose = make_case("classification_many_data"), [], closed_form.tuned_by_selection
+    case, parts, choose = make_case("classification_many_data"), [], closed_form.by_selection
 
-    def recorded(task, tuning, selection, path, *near):
+    def recorded(task, selection, path, *near):
         parts.append(path.curvature.num_rows)
-        return choose(task, tuning, selection, path, *near)
+        return choose(task, selection, path, *near)
 
-    monkeypatch.setattr(closed_form, "tuned_by_selection", recorded)
+    monkeypatch.setattr(closed_form, "by_selection", recorded)
     monkeypatch.setattr(closed_form, "_PILOT", 20)
     method, steps = Subset(max_rows=10_000 if grows else 20), []
     la = LinearisedLaplace(case.model, "classification", method=method, prior="isotropic", num_samples=4)

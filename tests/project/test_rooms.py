@@ -1,16 +1,14 @@
 """Rooms, and imports that point down only."""
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import laplace_sampling
-from tools.count_lines import circles
+from tools import count_lines as tools
 
 # Lowest first; a room imports rooms before it only. What has no folder is the front.
 ROOMS = (
@@ -42,29 +40,11 @@ def room(module: str) -> str:
     return first if rest or first == "arguments" else "front"
 
 
-def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All that may run: what is imported for type checkers only does not."""
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        if not (isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING"):
-            yield from statements(child)
-
-
 @cache
 def imports(module: str) -> frozenset[str]:
-    """The modules of the package that one imports, also inside functions, but for types; a room is its `__init__`."""
-    found = set()
-    for node in statements(ast.parse(MODULES[module].read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        own = [name.removeprefix("laplace_sampling.") for name in names if name.startswith("laplace_sampling.")]
-        found |= {name for name in own if name in MODULES} | {
-            f"{n}.__init__" for n in own if f"{n}.__init__" in MODULES
-        }
-    return frozenset(found - {module})
+    """The modules of the package that one imports, also inside functions; a room is its `__init__`."""
+    found = [name.removeprefix("laplace_sampling.") for name in tools.imports(MODULES[module])]
+    return frozenset(name for own in found for name in (own, f"{own}.__init__") if name in MODULES) - {module}
 
 
 @cache
@@ -87,7 +67,7 @@ def test_imports_point_down() -> None:
 
 def test_modules_do_not_import_one_another() -> None:
     """Not for type checkers either."""
-    assert circles() == []
+    assert tools.circles() == []
 
 
 def test_the_public_names_are_listed_and_there() -> None:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from laplace_sampling.curvature.kronecker import restored_curvature
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.ggn import GGN, HeldCurvatures
+from laplace_sampling.linear_model.ggn import GGN, HeldCurvature
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.solvers.dense_curvature import DenseCurvature
 from laplace_sampling.solvers.lapack import sum_of_squares
@@ -109,7 +109,7 @@ def test_the_accumulated_matrix_is_the_dense_ggn(case: Case) -> None:
 
 
 def test_a_held_matrix_serves_every_noise_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, held = make_case("regression").linear_model(), HeldCurvatures()
+    model, held = make_case("regression").linear_model(), HeldCurvature()
     scale = numbers(model.features.size)
     ggn = model.ggn(model.network_outputs)
     ggns = [replace(ggn, likelihood=Gaussian(noise)) for noise in (1.0, 3.0)]

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tangent_problems import random_spectrum
+from quadratics import random_spectrum
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -8,16 +8,16 @@ from typing import ClassVar
 import torch
 
 from laplace_sampling.arguments import check_whole
-from laplace_sampling.held_out import HeldOut
 from laplace_sampling.hyperparameters import rules, validation
 from laplace_sampling.hyperparameters.rules import LossBound, LossRise, SearchCost, Selection
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
-from laplace_sampling.methods.problem import Problem
+from laplace_sampling.linear_model.held_out import HeldOut
+from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.predictions.calibration import labelled
 
-# The part of the budget that a rule may take.
-_SHARE = 0.25
+# How many of some data a part of the budget pays for, at such a cost.
+Affordable = Callable[[int, SearchCost], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +28,29 @@ class Criterion(ABC):
 
     Args:
         precision_bounds: within which the prior precision `α` is kept.
+        noise_bounds: within which the noise precision of a regression is kept.
     """
 
     name: ClassVar[str]
     precision_bounds: Bounds = PRECISION_BOUNDS
+    noise_bounds: Bounds = NOISE_BOUNDS
 
     def __post_init__(self) -> None:
-        check_bounds(self.precision_bounds, getattr(self, "noise_bounds", NOISE_BOUNDS))
+        check_bounds(self.precision_bounds, self.noise_bounds)
+
+    @property
+    def evidence(self) -> "Evidence":
+        """The evidence within these bounds, for what has several precisions and no rule."""
+        return Evidence(precision_bounds=self.precision_bounds, noise_bounds=self.noise_bounds)
 
     @abstractmethod
-    def rule(self, problem: Problem, held_out: HeldOut | None) -> Selection | None:
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection | None:
         """The rule for the prior precision; `None` if it is the evidence.
+
+        Args:
+            tangent: the linear model on the training data.
+            held_out: data that the network was not trained on, if there are any.
+            affordable: tells how many of the data that the rule would look at the budget pays for.
 
         Raises:
             ValueError: if the criterion does not go with the likelihood, or misses its data.
@@ -57,7 +69,6 @@ class Evidence(Criterion):
     """
 
     name = "evidence"
-    noise_bounds: Bounds = NOISE_BOUNDS
     max_steps: int = 10
     num_samples: int = 16
 
@@ -66,7 +77,11 @@ class Evidence(Criterion):
         check_whole("`Evidence(max_steps=...)`", self.max_steps, 1)
         check_whole("`Evidence(num_samples=...)`", self.num_samples, 1)
 
-    def rule(self, problem: Problem, held_out: HeldOut | None) -> None:
+    @property
+    def evidence(self) -> "Evidence":
+        return self
+
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> None:
         return None
 
 
@@ -79,14 +94,14 @@ class LeftOutLabels(Criterion):
 
     name = "leave_one_out"
 
-    def rule(self, problem: Problem, held_out: HeldOut | None) -> Selection:
-        if not has_left_out_labels(problem):
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection:
+        if not _has_left_out_labels(tangent):
             raise ValueError(
                 '`criterion="leave_one_out"` is for classifications with one label for each datum, at least ten '
                 'training data for each class and at most a hundred classes: use "self_consistency", "evidence", or '
                 '"validation" with a `val_loader`.'
             )
-        return _loss_rise(rules.LeftOutLabels(), problem)
+        return _loss_rise(rules.LeftOutLabels(), tangent, affordable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +110,13 @@ class SelfConsistency(Criterion):
 
     name = "self_consistency"
 
-    def rule(self, problem: Problem, held_out: HeldOut | None) -> Selection:
-        if problem.tangent.model.likelihood.quadratic:
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection:
+        if tangent.model.likelihood.quadratic:
             raise ValueError(
                 '`criterion="self_consistency"` compares the loss with its curvature, which agree everywhere for a '
                 'Gaussian likelihood: use "evidence", or "validation" with a `val_loader`.'
             )
-        return _loss_rise(rules.SelfConsistency(), problem)
+        return _loss_rise(rules.SelfConsistency(), tangent, affordable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,25 +130,46 @@ class Validation(Criterion):
     """
 
     name = "validation"
-    noise_bounds: Bounds = NOISE_BOUNDS
     most_data: int = 1000
 
-    def rule(self, problem: Problem, held_out: HeldOut | None) -> Selection:
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection:
         if held_out is None:
             raise ValueError(
                 '`criterion="validation"` needs data that the network was not trained on: give `val_loader`.'
             )
         data = held_out.data
         most = max(1, min(data.num_data, self.most_data, 2**20 // held_out.layout.size))
-        most = _affordable(most, validation.validation_cost(problem.features, most, held_out.likelihood), problem)
+        most = affordable(most, validation.validation_cost(tangent.model.features, most, held_out.likelihood))
         some = torch.arange(most)
         if not data.in_order:
             some = some * data.num_data // most
-        model = held_out.model(problem.tangent.network, held_out.with_targets(some))
+        model = held_out.model(tangent.network, held_out.with_targets(some))
         return validation.Validation(model, self.noise_bounds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Default(Criterion):
+    """The criterion that the data and the likelihood suggest, `"auto"`."""
+
+    name = "auto"
+
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection | None:
+        likelihood = tangent.model.likelihood.unweighted
+        if held_out is not None:
+            chosen = Validation()
+        elif _has_left_out_labels(tangent):
+            chosen = LeftOutLabels()
+        # Other losses have a curvature that is a mean over targets, or a Gaussian part: their rises differ from the
+        # start.
+        elif labelled(likelihood) is not None or isinstance(likelihood, Poisson):
+            chosen = SelfConsistency()
+        else:
+            chosen = Evidence()
+        return chosen.rule(tangent, held_out, affordable)
+
+
 CRITERIA: dict[str, Callable[..., Criterion]] = {
+    "auto": Default,
     "evidence": Evidence,
     "leave_one_out": LeftOutLabels,
     "self_consistency": SelfConsistency,
@@ -141,56 +177,26 @@ CRITERIA: dict[str, Callable[..., Criterion]] = {
 }
 
 
-def as_criterion(criterion: str | Criterion) -> Criterion | None:
-    """The criterion that a user gives by name or as an object; `None` for `"auto"`.
+def as_criterion(criterion: str | Criterion) -> Criterion:
+    """The criterion that a user gives by name or as an object.
 
     Raises:
         TypeError, ValueError: for one that is not known.
     """
     if isinstance(criterion, Criterion):
         return criterion
-    names = ["auto", *CRITERIA]
     if not isinstance(criterion, str):
-        raise TypeError(f"`criterion` must be one of {names} or a `Criterion`, but is {criterion!r:.80}.")
-    if criterion not in names:
-        raise ValueError(f"`criterion={criterion!r}` is not known; use one of {names}.")
-    return None if criterion == "auto" else CRITERIA[criterion]()
+        raise TypeError(f"`criterion` must be one of {list(CRITERIA)} or a `Criterion`, but is {criterion!r:.80}.")
+    if criterion not in CRITERIA:
+        raise ValueError(f"`criterion={criterion!r}` is not known; use one of {list(CRITERIA)}.")
+    return CRITERIA[criterion]()
 
 
-def with_rule(criterion: Criterion | None, problem: Problem, held_out: HeldOut | None) -> Problem:
-    """The problem with the rule of a criterion, which looks at no more data than a part of the budget pays for.
-
-    Raises:
-        ValueError: if the criterion does not go with the likelihood, or misses its data.
-    """
-    name = "auto" if criterion is None else criterion.name
-    chosen = _default(problem, held_out) if criterion is None else criterion
-    return replace(problem, criterion=name, selection=chosen.rule(problem, held_out))
-
-
-def _default(problem: Problem, held_out: HeldOut | None) -> Criterion:
-    """The criterion that is taken for `"auto"`."""
-    likelihood = problem.tangent.model.likelihood.unweighted
-    if held_out is not None:
-        return Validation()
-    if has_left_out_labels(problem):
-        return LeftOutLabels()
-    # Other losses have a curvature that is a mean over targets, or a Gaussian part: their rises differ from the start.
-    return SelfConsistency() if labelled(likelihood) is not None or isinstance(likelihood, Poisson) else Evidence()
-
-
-def has_left_out_labels(problem: Problem) -> bool:
-    model = problem.tangent.model
+def _has_left_out_labels(tangent: TangentModel) -> bool:
+    model = tangent.model
     return rules.has_left_out_labels(model.likelihood, model.num_data, model.features.num_outputs)
 
 
-def _loss_rise(bound: LossBound, problem: Problem) -> LossRise:
-    rule = LossRise(bound, in_order=problem.tangent.in_order)
-    return replace(rule, most=_affordable(rule.num_data(problem.features), rule.cost(problem.features), problem))
-
-
-def _affordable(num_data: int, search: SearchCost, problem: Problem) -> int:
-    """How many of these data a part of the budget pays for."""
-    if problem.cost is None:
-        return num_data
-    return search.data_within(num_data, problem.cost, _SHARE * problem.budget.left)
+def _loss_rise(bound: LossBound, tangent: TangentModel, affordable: Affordable) -> LossRise:
+    rule, features = LossRise(bound, in_order=tangent.in_order), tangent.model.features
+    return replace(rule, most=affordable(rule.num_data(features), rule.cost(features)))

@@ -11,13 +11,11 @@ from torch import Tensor
 from laplace_sampling.data.batches import Layout, batched, digest, place
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import Data, TrainingData
-from laplace_sampling.hyperparameters.validation import check_finite
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import SomeFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.placement import chosen
 
 
@@ -42,7 +40,8 @@ class HeldOut:
         cls,
         loader: Iterable[Any],
         network: Linearisation,
-        settings: Settings,
+        likelihood: Likelihood,
+        processes: Processes,
         options: Data,
     ) -> "HeldOut":
         """The data of a loader: all of them in each of the processes that share a fit, whose samplers may give parts.
@@ -51,7 +50,7 @@ class HeldOut:
             TypeError, ValueError: as for training data.
         """
         try:
-            return cls._read(loader, network, settings, options)
+            return cls._read(loader, network, likelihood, processes, options)
         except (TypeError, ValueError) as error:
             error.add_note("These are the data of `val_loader`.")
             raise
@@ -61,19 +60,19 @@ class HeldOut:
         cls,
         loader: Iterable[Any],
         network: Linearisation,
-        settings: Settings,
+        likelihood: Likelihood,
+        processes: Processes,
         options: Data,
     ) -> "HeldOut":
-        likelihood = settings.likelihood
         data = TrainingData(
             loader,
             unpack=options.unpack,
             num_data=options.num_data,
             fill=likelihood.fill,
             missing=likelihood.takes_missing,
-            sampled_by=settings.processes,
+            sampled_by=processes,
         )
-        _check_alike(data, settings.processes)
+        _check_alike(data, processes)
         some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
         inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
         layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))
@@ -115,3 +114,12 @@ def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:
         raise ValueError(f"`{call}` does not go with `observe`: there is no scale for measurements.")
     if unequal_noise:
         raise ValueError(f"`{call}` does not go with `Data(noise_variances=...)`, which the fit was given.")
+
+
+def check_finite(*found: Tensor) -> None:
+    """Raise if what is predicted of held-out data is not finite."""
+    if not all(bool(values.isfinite().all()) for values in found):
+        raise ValueError(
+            "The outputs of the model on the data of `val_loader`, or their error bars, contain NaN or infinity: "
+            "check these data, or leave them out."
+        )

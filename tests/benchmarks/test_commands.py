@@ -1,0 +1,48 @@
+"""The commands of the benchmarks in small."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def rows(shown: str) -> list[list[str]]:
+    """The rows of a table that a command has printed."""
+    lines = [line for line in shown.splitlines() if line.startswith("| ") and "---" not in line]
+    return [line.strip("| ").split(" | ") for line in lines[1:]]
+
+
+def test_comparison_and_its_page(tmp_path: Path) -> None:
+    command = importlib.import_module("benchmarks.comparison.__main__")
+    out, page, records = tmp_path / "quick.jsonl", tmp_path / "results.md", tmp_path / "means.csv"
+    command.main(["--quick", "--only", "MAP|temperature scaling|ours, last layer|ensemble of 5$", "--out", str(out)])
+    assert '"error":' not in out.read_text()
+    lines = len(out.read_text().splitlines())
+    command.main(["--quick", "--only", "MAP", "--out", str(out)])  # nothing is left
+    assert len(out.read_text().splitlines()) == lines
+    command.main(["report", str(out), "--records", str(records), "--page", str(page)])
+    assert len(records.read_text().splitlines()) == lines + 1
+    assert "| ours, last layer, validation | validation | 1 |" in page.read_text()
+    assert (tmp_path / "images" / "results.png").exists()
+
+
+def test_distances(capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("benchmarks.distances").main(["--quick"])
+    wasserstein = {row[1]: float(row[-1]) for row in rows(capsys.readouterr().out)}
+    assert wasserstein["ours, 64 samples"] < wasserstein["MAP"]
+
+
+def test_gpu_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--quick", "--device", "cpu", "--networks", "LeNet", "--parts", "fits", "products", "nccl"]
+    assert importlib.import_module("benchmarks.gpu.__main__").main(arguments) == 0
+    assert {row[0] for row in rows(capsys.readouterr().out)} == {"fits", "products", "nccl"}
+
+
+def test_price(capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("benchmarks.price").main(["--quick", "--networks", "CNN with batch norm"])
+    found = rows(capsys.readouterr().out)
+    kinds = [sum(row[1].startswith(part) for row in found) for part in ("GGN", "fit", "prediction", "file")]
+    assert kinds == [3, 3, 6, 3]
+    assert all(float(row[2]) > 0 for row in found)
