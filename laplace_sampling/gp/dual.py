@@ -78,7 +78,7 @@ class DualCG(Sampler):
     """Conjugate gradients on `I + S`: it samples, and finds modes of regressions.
 
     Args:
-        tolerance: of the error of the function, as of `Solution.error`.
+        tolerance: the largest error of the function, as in `Solution.error`.
         rank: of the preconditioner; 0 for none.
         max_iterations: of conjugate gradients, in each solve.
         seed: of the preconditioner.

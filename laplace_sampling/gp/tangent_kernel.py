@@ -177,7 +177,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
         self.prior_precision = start
         # The matrix of the last inputs without gradient, and the tensors that it depends on.
         self._cached: tuple[tuple[Tensor, ...], Tensor] | None = None
-        # Likewise the rows of the Jacobian at the last inputs that all matrices of a batch had.
+        # And the rows of the Jacobian at the last inputs that all matrices of a batch had.
         self._kept_rows: tuple[Tensor, Tensor] | None = None
         self._num_outputs: int | None = None
 
