@@ -30,15 +30,15 @@ def largest_variance(
 
     With the other weights fixed, these leave the smallest Wasserstein distance to the diagonal posterior,
     `W₂² = Σ_{p∉S} 1/(M_pp + A_pp)` (Daxberger et al. 2021); in the subnetwork itself all correlations count. Weights
-    that the training data do not see, `M_pp = 0`, as of dead units and inputs that are always zero, would come first;
+    that the training data do not see, `M_pp = 0`, as for dead units and inputs that are always zero, would come first;
     they come last, as they would make up a subnetwork without any effect.
 
     Args:
         model: the trained network.
-        likelihood: as of `LinearisedLaplace`.
+        likelihood: as in `LinearisedLaplace`.
         loader: the training data.
         k: how many weights.
-        data: as of `fit`.
+        data: as in `fit`.
         settings: of the `LinearisedLaplace` that gives the variances. By default the prior is isotropic; then its
             precision does not matter, the smallest `M_pp` win.
 

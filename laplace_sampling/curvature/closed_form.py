@@ -165,7 +165,7 @@ class FactoredSampler(Sampler):
     """Samples of a factored posterior, in closed form; the mode by conjugate gradients on `M` itself.
 
     Args:
-        kind: as of `factored_curvature`.
+        kind: as in `factored_curvature`.
         mode: solver that finds the mode.
         seed: seed of the probes.
         kronecker: how Kronecker factors are found.

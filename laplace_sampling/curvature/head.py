@@ -1,8 +1,8 @@
 r"""The curvature of a linear last layer from its inputs `h`, where `φ = I ⊗ h`: no product with the network.
 
 `M = Σ_i B_i ⊗ h_i h_iᵀ` is accumulated as it is for few weights. For a Gaussian likelihood `B_i = diag(b)` is the same
-for all data, but for those whose targets are missing, so that `M = diag(b) ⊗ Σ_i h_i h_iᵀ` itself is a Kronecker
-product: one decomposition of `[D, D]` serves any number of outputs; where data have targets at some of their outputs
+for all data whose targets are there, so that `M = diag(b) ⊗ Σ_i h_i h_iᵀ` itself is a Kronecker product: one
+decomposition of `[D, D]` serves any number of outputs; where data have targets at some of their outputs
 only, each output has one. Other likelihoods have, with the eigenvectors `U` and `V` of the partial traces of `M`, the
 diagonal of `M` in these coordinates,
 
@@ -77,7 +77,7 @@ def head_block(ggn: GGN) -> KroneckerBlock | None:
 
 
 def head_kronecker(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Kronecker:
-    """`diag(s) M diag(s)` for a Gaussian likelihood, else its `M̂`, in float64; arguments as of `head_curvature`.
+    """`diag(s) M diag(s)` for a Gaussian likelihood, else its `M̂`, in float64; arguments as in `head_curvature`.
 
     It takes `head_operations` for `D` inputs of `C` outputs, and no product. A softmax, whose curvature is a diagonal
     minus the square of a vector, needs no `[N, C, C]`.

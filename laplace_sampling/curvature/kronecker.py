@@ -188,7 +188,7 @@ class Kronecker(Curvature):
         blocks: one for each layer.
         rest: positions of the other weights in the flat vector.
         diagonal: diagonal of `M̂` there.
-        passes: as of a `Preconditioner`.
+        passes: the passes that it took, as in a `Preconditioner`.
 
     Attributes:
         num_factored: number of weights in blocks.

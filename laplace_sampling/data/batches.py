@@ -134,7 +134,7 @@ def as_tensors(x: Any) -> Any:
     """Plain tensors take the place of subclasses and of numpy's arrays, and share their memory.
 
     Raises:
-        TypeError: for an array of what torch has no tensors of, as of words.
+        TypeError: for an array that torch has no tensors for, such as words.
     """
 
     def tensor(leaf: Any) -> Any:

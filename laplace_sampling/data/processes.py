@@ -127,7 +127,7 @@ class Processes:
         """The rows of all `num` data, from those of its part in each process."""
         if self.size == 1:
             return rows
-        # A sum of rows and zeros; by bytes where gloo has no sums, as of short integers and truth values.
+        # A sum of rows and zeros; by bytes where gloo has no sums, as for short integers and truth values.
         as_they_are = rows.dtype in (torch.float32, torch.float64)
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
         sent = flat if as_they_are else flat.contiguous().view(torch.uint8)
@@ -156,7 +156,7 @@ class Processes:
         return [result for result, _ in results]
 
     def first(self, compute: Callable[[], Result]) -> Result:
-        """The result of a function that only the first process calls; errors as of `gathered`."""
+        """The result of a function that only the first process calls; errors as in `gathered`."""
         if self.size == 1:
             return compute()
         result, error = _attempted(compute) if self.rank == 0 else (None, None)

@@ -89,7 +89,7 @@ def head_root(
 
 def copied(module: nn.Module) -> nn.Module:
     """A copy in evaluation mode, without gradients."""
-    # Weights that hooks compute, as of pruning, may have a graph, which torch does not copy.
+    # Weights that hooks compute, as in pruning, may have a graph, which torch does not copy.
     computed = [t for part in module.modules() for t in vars(part).values() if isinstance(t, Tensor) and not t.is_leaf]
     module = copy.deepcopy(module, {id(t): t.detach().clone() for t in computed})
     return module.eval().requires_grad_(False)

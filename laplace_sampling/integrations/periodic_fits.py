@@ -238,7 +238,7 @@ class PeriodicFits:
         for metric in streams.values():
             metric.reset()
         # Those that share out the weights predict together, of the same data.
-        apart = la.network.shell.shards is None
+        apart = la.network.shell.mesh is None
         part = data.part if apart else range(data.num_data)
         num_data = 0
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -23,17 +22,12 @@ class Bernoulli(Labels, DiagonalLikelihood):
 
     name: str = field(default="binary", init=False)
 
-    def positions(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C 1"]:
-        return f[..., None]
+    # The softmax of `(0, f)` is `(1 − σ(f), σ(f))`.
+    def positions(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C 2"]:
+        return torch.stack([torch.zeros_like(f), f], -1)
 
-    def flat(self, g: Float[Tensor, "*K C 1"]) -> Float[Tensor, "*K C"]:
-        return g[..., 0]
-
-    def link(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C"]:
-        return f.sigmoid()
-
-    def log_probs(self, f: Float[Tensor, "*K N C"]) -> Float[Tensor, "*K N C 2"]:
-        return torch.stack([F.logsigmoid(-f), F.logsigmoid(f)], -1)
+    def flat(self, g: Float[Tensor, "*K C 2"]) -> Float[Tensor, "*K C"]:
+        return g[..., 1]
 
     def is_soft(self, y: Tensor) -> bool:
         return y.is_floating_point() and bool(((y > 0) & (y < 1)).any())

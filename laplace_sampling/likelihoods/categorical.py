@@ -1,7 +1,7 @@
 """Labels of classes, one for each datum or for each of its positions (pixels, tokens)."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,18 +11,6 @@ from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.labels import Labels
 
-# With fewer classes than this, torch's softmax on a CPU does not fill a vector register and handles them one by one.
-# Timed on 50,000 rows in float32: 8 to 15 classes would take ten times as long with 8, 16 to 31 twice as long with 32.
-_REGISTER = 16
-
-
-def _softmax(f: Float[Tensor, "*K c"]) -> Float[Tensor, "*K c"]:
-    """The softmax along the last axis; for a few classes on a CPU it is ten times as fast as torch's."""
-    if f.shape[-1] >= _REGISTER or f.device.type != "cpu":
-        return f.softmax(-1)
-    # With the classes first in memory, torch handles rows together.
-    return f.movedim(-1, 0).contiguous().softmax(0).movedim(0, -1)
-
 
 @dataclass(frozen=True)
 class Categorical(Labels):
@@ -31,7 +19,7 @@ class Categorical(Labels):
     `B = diag(p) − p pᵀ`, `L u = √p ⊙ (u − √p ⟨√p, u⟩)`.
 
     Targets are labels, integers, or probabilities of the classes, floating-point numbers in the shape of the outputs,
-    as of `torch.nn.functional.cross_entropy`: a datum of the probabilities `y` has the loss `−Σ_c y_c log p_c`, and
+    as in `torch.nn.functional.cross_entropy`: a datum of the probabilities `y` has the loss `−Σ_c y_c log p_c`, and
     counts as one datum of each class with the weight `y_c`.
 
     Args:
@@ -54,9 +42,6 @@ class Categorical(Labels):
             raise ValueError(
                 "`Categorical(class_dim=0)`: the first axis of the outputs is the data; classes are another."
             )
-
-    def settings(self) -> dict[str, Any]:
-        return {"class_dim": self.class_dim, "ignore_index": self.ignore_index}
 
     @property
     def fill(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -91,9 +76,6 @@ class Categorical(Labels):
         classes = others.pop(self._axis)
         return g.reshape(*g.shape[:-2], *others, classes).movedim(-1, self._axis).flatten(-len(self.shape))
 
-    def link(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C"]:
-        return self.flat(_softmax(self.positions(f)))
-
     def is_soft(self, y: Tensor) -> bool:
         width = y.shape[1:].numel()
         wide = width > 1 if self.shape is None else width == torch.Size(self.shape).numel()
@@ -101,10 +83,6 @@ class Categorical(Labels):
 
     def weights_of_classes(self, y: Tensor) -> Float[Tensor, "N S c"]:
         return self.positions(y.reshape(len(y), y.shape[1:].numel())).nan_to_num()
-
-    def log_probs(self, f: Float[Tensor, "*K N C"]) -> Float[Tensor, "*K N S c"]:
-        # The logarithm of the softmax would be −∞ where a probability underflows.
-        return self.positions(f).log_softmax(-1)
 
     def labels(self, y: Tensor) -> tuple[Tensor, Tensor]:
         labels = y.reshape(len(y), y.shape[1:].numel()).long()
@@ -164,8 +142,7 @@ class Categorical(Labels):
                 f"Class labels must be integers, but have dtype {y.dtype}; call `y.long()`. Probabilities of the "
                 f"classes must have the shape of the outputs, {list(output_shape)}, but these are {list(y.shape)}."
             )
-        self._check_label_shape(output_shape, axis, y)
-        self._check_label_range(output_shape[axis], y)
+        self._check_labels(output_shape, axis, y)
 
     def _check_class_axis(self, output_shape: torch.Size) -> int:
         """The axis of the classes, counted from the start, if the outputs have it."""
@@ -177,19 +154,6 @@ class Categorical(Labels):
                 f'{self.class_dim}. For one logit a datum use likelihood="binary".'
             )
         return axis
-
-    @staticmethod
-    def _check_label_shape(output_shape: torch.Size, axis: int, y: Tensor) -> None:
-        shape = _without(output_shape, axis)
-        if list(y.shape) == shape:
-            return
-        # A wrong `class_dim` is the usual reason: try the other axes.
-        fitting = [n for n in range(1, len(output_shape)) if _without(output_shape, n) == list(y.shape)]
-        cure = f" They fit classes on axis {fitting[0]}: `Categorical(class_dim={fitting[0]})`." if fitting else ""
-        raise ValueError(
-            f"Class labels must have shape {shape} for outputs {list(output_shape)} with the classes on axis "
-            f"{axis}, but have {list(y.shape)}.{cure}"
-        )
 
     @staticmethod
     def _check_probabilities(axis: int, y: Tensor) -> None:
@@ -210,17 +174,19 @@ class Categorical(Labels):
                 f"by `y.softmax({axis})`."
             )
 
-    def _check_label_range(self, classes: int, y: Tensor) -> None:
-        labels = y[y != self.ignore_index]
-        if not labels.numel():
-            return
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= classes:
+    def _check_labels(self, output_shape: torch.Size, axis: int, y: Tensor) -> None:
+        shapes = {n: [*output_shape[:n], *output_shape[n + 1 :]] for n in range(1, len(output_shape))}
+        if list(y.shape) != shapes[axis]:
+            # A wrong `class_dim` is the usual reason: try the other axes.
+            fitting = [n for n, shape in shapes.items() if shape == list(y.shape)]
+            cure = f" They fit classes on axis {fitting[0]}: `Categorical(class_dim={fitting[0]})`." if fitting else ""
             raise ValueError(
-                f"Class labels must lie between 0 and {classes - 1} for {classes} outputs, "
-                f"but range from {low} to {high}; the label {self.ignore_index} is ignored."
+                f"Class labels must have shape {shapes[axis]} for outputs {list(output_shape)} with the classes on "
+                f"axis {axis}, but have {list(y.shape)}.{cure}"
             )
-
-
-def _without(shape: torch.Size, axis: int) -> list[int]:
-    return [*shape[:axis], *shape[axis + 1 :]]
+        labels, classes = y[y != self.ignore_index], output_shape[axis]
+        if bool(((labels < 0) | (labels >= classes)).any()):
+            raise ValueError(
+                f"Class labels must lie between 0 and {classes - 1} for {classes} outputs, but range from "
+                f"{int(labels.min())} to {int(labels.max())}; the label {self.ignore_index} is ignored."
+            )

@@ -121,33 +121,17 @@ class LossLikelihood(Likelihood):
             raise ValueError(f"There are targets of shape {list(y.shape)} for outputs of shape {list(output_shape)}.")
         if not len(y):
             return
-        outputs = torch.zeros(output_shape[1:], device=y.device).requires_grad_()
+        outputs = torch.zeros(1, output_shape[1:].numel(), device=y.device)
         try:
-            value = self.function(outputs, y[0])
+            replace(self, shape=tuple(output_shape[1:])).curvature(outputs, outputs, y[:1])
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise ValueError(
-                f"The loss of likelihood {self.name!r} fails on outputs of one datum, of shape "
-                f"{list(output_shape[1:])}, and a target of shape {list(y[0].shape)}: {error}"
-            ) from error
-        if not isinstance(value, Tensor) or value.dim():
-            returned = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"The loss of likelihood {self.name!r} must return a scalar for the outputs of one datum, of shape "
-                f"{list(output_shape[1:])}, but returned {returned}; sum over outputs."
-            )
-        self._check_derivatives(outputs.detach(), y[:1])
-
-    def _check_derivatives(self, outputs: Tensor, y: Tensor) -> None:
-        """Tries one product with the curvature, for the outputs and the target of one datum."""
-        flat = outputs.reshape(1, -1)
-        try:
-            replace(self, shape=tuple(outputs.shape)).curvature(flat, flat, y)
-        except RuntimeError as error:
             reason = next(iter(str(error).splitlines()), "")
             raise ValueError(
-                f"The loss of likelihood {self.name!r} cannot be differentiated twice for many data together. Write it "
-                "with torch operations of tensors that have second derivatives, with `torch.where` in place of `if`, "
-                f"and without `.item()` or `float(...)`. torch says: {reason}"
+                f"The loss of likelihood {self.name!r} must return a scalar for the outputs of one datum, of shape "
+                f"{list(output_shape[1:])}, and a target of shape {list(y.shape[1:])}, but it fails or cannot be "
+                "differentiated twice for many data together. Write it with torch operations of tensors that have "
+                "second derivatives, with `torch.where` in place of `if`, and without `.item()` or `float(...)`. "
+                f"torch says: {reason}"
             ) from error
 
     def check_curvature(self, f: Tensor, y: Tensor) -> None:

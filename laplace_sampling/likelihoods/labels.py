@@ -19,19 +19,16 @@ class Labels(Likelihood):
 
     @abstractmethod
     def positions(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K S c"]:
-        """The flattened outputs of each label."""
+        """Logits of the classes of each label, linear in the flattened outputs."""
 
     @abstractmethod
     def flat(self, g: Float[Tensor, "*K S c"]) -> Float[Tensor, "*K C"]:
         """The inverse of `positions`."""
 
-    @abstractmethod
-    def link(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C"]:
-        """Probabilities."""
-
-    @abstractmethod
     def log_probs(self, f: Float[Tensor, "*K N C"]) -> Float[Tensor, "*K N S c"]:
         """Logarithms of the probabilities of the classes of each label."""
+        # The logarithm of the softmax would be −∞ where a probability underflows.
+        return self.positions(f).log_softmax(-1)
 
     @abstractmethod
     def is_soft(self, y: Tensor) -> bool:

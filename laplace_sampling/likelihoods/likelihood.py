@@ -86,8 +86,7 @@ class Likelihood(ABC):
     def settings(self) -> dict[str, Any]:
         """Arguments of the constructor that make an equal likelihood, for saved files.
 
-        Values are numbers, strings, lists and dictionaries of these; other likelihoods are allowed, too. By default
-        they are the fields of a dataclass.
+        Values are numbers, strings, lists and dictionaries of these. By default they are the fields of a dataclass.
         """
         if not is_dataclass(self):
             return {}
@@ -167,14 +166,6 @@ class Likelihood(ABC):
         """How often each datum counts."""
         # In float64, in which weighted sums over many data keep their digits.
         return torch.ones(len(y), dtype=torch.float64, device=y.device)
-
-    def noise(
-        self, f: Float[Tensor, "N C"], num: int, generator: torch.Generator, y: Tensor | None = None
-    ) -> Float[Tensor, "K N C"]:
-        """`num` draws of `N(0, B(f_n))` for each datum."""
-        # A root gives the covariance exactly, also where B is singular and has no Cholesky factor.
-        white = torch.randn(num, *f.shape, generator=generator, dtype=f.dtype)
-        return self.root(f, white.to(f.device), y)
 
 
 class DiagonalLikelihood(Likelihood):

@@ -54,9 +54,6 @@ class MultiTask(Likelihood):
     def takes_missing(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(head.takes_missing for head in self.heads.values())
 
-    def settings(self) -> dict[str, Any]:
-        return {"heads": self.heads}
-
     def bind(self, layout: Layout) -> "MultiTask":
         if set(layout.names) != set(self.heads):
             returned = f"the heads {layout.names}" if layout.names else "one tensor, not a dictionary"

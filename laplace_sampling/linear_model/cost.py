@@ -13,7 +13,7 @@ from laplace_sampling.networks.resources import Operations, TensorBytes
 # vectors on a convolution with normalisation, an MLP and an attention layer the prediction was 1.0 to 2.1 times the
 # measured peak; with half the value it fell to 0.65, with twice the value it reached 3.
 _ALIVE = 4
-# Data whose operations are counted. Operations go with the data, but for those on weights alone (parametrisations),
+# Data whose operations are counted. Operations grow with the data, except those on weights alone (parametrisations),
 # which are counted too often by fewer data. With 2 and 8 the counts of a LeNet, an MLP and a CNN are the same.
 _COUNTED = 4
 
@@ -56,7 +56,7 @@ def measure(features: Features, gradient: Callable[[Tensor], object] | None = No
     if gradient is not None:
         with Operations() as trained:
             gradient(batch)
-    # Networks without any such operation, as of look-ups alone, still touch each weight.
+    # Networks without any such operation, with look-ups alone, still touch each weight.
     least = (4.0 * features.size, 6.0 * features.size, 6.0 * features.size)
     counts = (found.count / len(batch) for found in (forward, backward, trained))
     return Cost(*(count or instead for count, instead in zip(counts, least, strict=True)))

@@ -96,6 +96,14 @@ class DatumRows:
             total = total + g.double().square().sum(1) * a.double().square().sum(1)
         return total
 
+    def squares_of_columns(self) -> Float[Tensor, " P"]:
+        """The squared norm of each column."""
+        total = self.formed.new_zeros(self.size)
+        total[slice(None) if self.places is None else self.places] = self.formed.square().sum(0)
+        for index, g, a in self.outer:
+            total[index] = g.square().T @ a.square()
+        return total
+
     @recorded
     def products(self, other: "DatumRows") -> Float[Tensor, "n m"]:
         """The products of all rows with all rows of another one of the same network, in float64."""

@@ -186,8 +186,10 @@ class GGN(Operator):
     def _diagonal(self) -> Float[Tensor, " P"]:
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         with self.features.summing(total):
-            for rows in self._root_rows(self.features.own_chunks()):
-                total += (rows**2).sum(0)
+            columns, together = torch.eye(self.outputs.shape[1]), max(1, BLOCK_BYTES // (16 * self.size))
+            for chunk in (part for batch in self.features.own_chunks() for part in batch.split(together)):
+                for column in columns:
+                    total += self.rows_along(chunk, column.expand(len(chunk), -1)).squares_of_columns()
         return total
 
     @recorded

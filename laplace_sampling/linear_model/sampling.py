@@ -81,7 +81,7 @@ class PosteriorSamples:
             summed over groups.
         data_energies: `ζᵀMζ`.
         energies: `ζᵀHζ`.
-        residual: as of a `Solution`, and so are `error`, `passes`, `converged` and `exact`.
+        residual: as in a `Solution`, and so are `error`, `passes`, `converged` and `exact`.
         interrupted: whether Ctrl-C came before all of them were drawn.
     """
 
@@ -151,7 +151,7 @@ def draw(
         rows: number of samples that are solved for together. A sample depends on it only by rounding and within
             the tolerance of the solver.
         dtype: dtype of the samples.
-        init: gives the warm start `δ` of some of the draws, as of `sample_posterior`.
+        init: gives the warm start `δ` of some of the draws, as in `sample_posterior`.
         description: label of progress bars; none by default.
         keep: whether Ctrl-C ends it with the groups that are there, if these are two samples at least.
     """

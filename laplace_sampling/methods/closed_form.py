@@ -124,7 +124,7 @@ def _leave_one_out(fit: Fit, covariance: FunctionCovariance) -> LeaveOneOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(Method):
-    """A posterior that leaves out correlations, and takes no solves but for the mode.
+    """A posterior that leaves out correlations, and solves for the mode only.
 
     Args:
         kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.

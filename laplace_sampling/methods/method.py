@@ -843,7 +843,7 @@ def by_traces(
 
 
 def traces_of(task: Task, accurate: Callable[[Traces], bool], num_probes: int = _EVIDENCE_PROBES) -> Traces:
-    """Traces of the curvature by a Krylov run within memory; `accurate` as of `krylov_traces`."""
+    """Traces of the curvature by a Krylov run within memory; `accurate` as in `krylov_traces`."""
     max_basis = basis_that_fits(task.memory, task.num_samples)
     draws = Draws(max(1, min(num_probes, max_basis // 4)), task.seed, Stream.EVIDENCE)
     at = overall_precision(task.prior)

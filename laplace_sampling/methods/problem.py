@@ -202,7 +202,7 @@ class Start:
     Attributes:
         prior: `A_old`.
         likelihood: with its noise precision.
-        samples: `ζ_old`, unscaled; `None` where they are not those of a minimisation, as of Kronecker factors.
+        samples: `ζ_old`, unscaled; `None` where no minimisation found them, as with Kronecker factors.
         draws: of the samples.
         mode: `θ̄_old`, if it is known.
         solver: that the earlier fit ended with, which may hold a preconditioner.
@@ -282,7 +282,7 @@ MOST_BYTES = 8 * 2**30
 _GRAMS = 4
 
 
-# Likewise of `M`: itself, its eigenvectors, a factor, and the workspace of the decomposition.
+# And for `M`: itself, its eigenvectors, a factor, and the workspace of the decomposition.
 _CURVATURES = 6
 
 

@@ -1,4 +1,4 @@
-"""When two results are the same but for rounding."""
+"""When two results are the same up to rounding."""
 
 import math
 

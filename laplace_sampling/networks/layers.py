@@ -447,7 +447,7 @@ def _of_some(network: Linearisation, layers: list[Layer], x: Any, u: Tensor) -> 
         return []
     folds = [(fold, use) for of in layers for fold, use in zip(of.folds, run.uses[of.names], strict=True)]
     if not all(fold.fits(use.shape, len(run.f)) for fold, use in folds):
-        return []  # as of a mixture of experts, which other data take
+        return []  # such as an expert of a mixture, which only other data take
     for layer, pair in zip(layers, run.pairs(layers, u.reshape(run.f.shape).to(run.f), again=False), strict=True):
         if pair is None:
             return []

@@ -1,7 +1,7 @@
 """The network as a function of one flat weight vector, and its Jacobian products.
 
 Everything above this room sees a network only through :class:`Linearisation`: `φ(x) = ∂f(w, x)/∂w` at the trained
-weights `w̄` is applied, never formed (but for `jacobian`, which the exact method calls on small problems).
+weights `w̄` is applied, never formed; only `jacobian`, for small problems, forms it.
 
 A product passes these policies, each in a file of its own:
 

@@ -318,7 +318,7 @@ def _claims(pred: ClassificationPrediction, y: Any) -> tuple[np.ndarray, np.ndar
     targets = targets.to(pred.outputs.device)
     probs, given = likelihood.positions(pred.probs.reshape(len(targets), -1)), likelihood.given(targets)
     if isinstance(likelihood, Bernoulli):
-        claimed, right = probs[..., 0], targets.reshape(given.shape)
+        claimed, right = probs[..., 1], targets.reshape(given.shape)
     else:
         claimed, predicted = probs.max(-1)
         if likelihood.is_soft(targets):

@@ -18,6 +18,7 @@ from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.labels import Labels
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
@@ -172,10 +173,11 @@ class SampledPrediction(Prediction):
     """
 
     def log_prob(self, y: Any) -> Float[Tensor, " N"]:
-        """`log p(y_n)` of each datum, of the mean over the samples; joint over those of its outputs that have a target.
+        """`log p(y_n)` of each datum, where `p` is the mean density over the samples.
 
-        It is 0 for a datum without any. Of one soft label it is `Σ_c y_c log p_c` with the mean probabilities `p`,
-        minus the cross-entropy; of several, as of pixels, the mean over samples is of the exponentials of their sum.
+        It is joint over the outputs of the datum that have a target, and 0 where none has. For one soft label it is
+        `Σ_c y_c log p_c` with the mean probabilities `p`, minus the cross-entropy. For several soft labels, such as
+        those of pixels, it is the logarithm of the mean over samples of `exp Σ y_c log p_c`.
         """
         draws, likelihood, targets = self._drawn(y)
         return likelihood.mean_log_prob(draws, targets)
@@ -358,36 +360,46 @@ class ClassificationPrediction(SampledPrediction):
           conditioned on logits that sum to zero; categorical likelihoods only.
         """
         if link == "mc":
-            return self._link(self._mirrored).mean(0)
-        if link == "probit":
-            return self._link(self.outputs / (1 + math.pi / 8 * self.variance).sqrt())
-        if link == "bridge":
-            return self._bridge()
-        raise ValueError(f'`probs_with({link!r})` is not known; use "mc", "probit" or "bridge".')
+            probs = self._class_probs(self._mirrored).mean(0)
+        elif link == "probit":
+            probs = self._class_probs(self.outputs / (1 + math.pi / 8 * self.variance).sqrt())
+        elif link == "bridge":
+            probs = self._bridge()
+        else:
+            raise ValueError(f'`probs_with({link!r})` is not known; use "mc", "probit" or "bridge".')
+        return self._labels.flat(probs).reshape(self.outputs.shape)
 
     @property
-    def _bound(self) -> Categorical | Bernoulli:
+    def _labels(self) -> Labels:
         bound = self.likelihood.bind(self._layout)
-        assert isinstance(bound, Categorical | Bernoulli)
+        assert isinstance(bound, Labels)
         return bound
 
-    def _link(self, logits: Tensor) -> Tensor:
-        flat = flattened(logits, logits.dim() - len(self._layout.shape))
-        return self._bound.link(flat).reshape(logits.shape)
+    def _classes(self, f: Tensor) -> Float[Tensor, "*K N S c"]:
+        """Logits with the classes last, by positions; zero and the logit for labels of zero and one."""
+        return self._labels.positions(flattened(f, f.dim() - len(self._layout.shape)))
 
-    def _bridge(self) -> Tensor:
+    def _class_probs(self, logits: Tensor) -> Float[Tensor, "*K N S c"]:
+        return self._classes(logits).softmax(-1)
+
+    def _by_label(self, values: Float[Tensor, "N S"]) -> Tensor:
+        """Numbers of each label in the shape of the labels."""
+        shape = list(self.outputs.shape)
+        if isinstance(self.likelihood, Categorical):
+            del shape[self.likelihood.class_dim]
+        return values.reshape(shape)
+
+    def _bridge(self) -> Float[Tensor, "N S c"]:
         if not isinstance(self.likelihood, Categorical):
             raise ValueError(
                 'The Laplace bridge of a single logit has mean sigmoid(f) whatever the variance; use "mc" or "probit".'
             )
-        likelihood = self._bound
-        assert isinstance(likelihood, Categorical)
         mean, variance = self._conditioned_on_zero_sum()
         num = mean.shape[-1]
         # Parameters of the Dirichlet that matches mean and variance of the logits.
         log_terms = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(num)
         alpha = (1 - 2 / num + log_terms.exp()) / variance
-        return likelihood.flat(alpha / alpha.sum(-1, keepdim=True)).reshape(self.outputs.shape)
+        return alpha / alpha.sum(-1, keepdim=True)
 
     def _conditioned_on_zero_sum(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of the logits given that those of a position sum to zero, as a Dirichlet's do."""
@@ -407,12 +419,6 @@ class ClassificationPrediction(SampledPrediction):
         mean = outputs - cross * outputs.sum(-1, keepdim=True) / total_variance
         variance = (unconditional - cross**2 / total_variance).clamp_min(1e-12 * unconditional + 1e-30)
         return mean, variance
-
-    def _classes(self, f: Tensor) -> Float[Tensor, "*K N S c"]:
-        """Logits with the classes last, by positions."""
-        bound = self._bound
-        assert isinstance(bound, Categorical)
-        return bound.positions(flattened(f, f.dim() - len(self._layout.shape)))
 
     def prediction_set(self, level: float = 0.95) -> Bool[Tensor, "N *C"]:
         """Which classes belong to a set that contains the label with this probability.
@@ -435,23 +441,23 @@ class ClassificationPrediction(SampledPrediction):
             belongs = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < level)
         else:
             belongs = -log_probs <= conformal.largest(level).to(log_probs)[:, None]
-        if isinstance(self._bound, Bernoulli):
-            return belongs.reshape(*self.outputs.shape, 2)
-        return self._bound.flat(belongs).reshape(self.outputs.shape)
+        if isinstance(self.likelihood, Categorical):
+            return self._labels.flat(belongs).reshape(self.outputs.shape)
+        return belongs.reshape(*self.outputs.shape, 2)
 
     @cached_property
     def _class_log_probs(self) -> Float[Tensor, "N S c"]:
         """Log probabilities of each class, by positions; of both labels of zero and one."""
-        logs = self._bound.log_probs(flattened(self._mirrored.double(), 2))
+        logs = self._labels.log_probs(flattened(self._mirrored.double(), 2))
         return logs.logsumexp(0) - math.log(len(logs))
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
-        if self._bound.is_soft(targets):
+        if self._labels.is_soft(targets):
             raise ValueError(
                 "`calibrate_conformal` needs labels, of which its guarantee is, but these targets are probabilities: "
                 "draw a label of each, as by `torch.distributions.Categorical(probs).sample()`."
             )
-        labels, given = self._bound.labels(targets)
+        labels, given = self._labels.labels(targets)
         chosen = self._class_log_probs.gather(-1, labels[..., None].to(self.outputs.device))[..., 0]
         # A log probability moves by twice as much as the logits, at most.
         of_outputs, of_deviations = rounding(self.outputs)
@@ -461,42 +467,34 @@ class ClassificationPrediction(SampledPrediction):
     @property
     def entropy(self) -> Tensor:
         """Entropy of the predictive probabilities, in nats: total uncertainty; of each datum, position or output."""
-        return self._entropy(self.probs)
+        return self._by_label(torch.special.entr(self._class_probs(self._mirrored).mean(0)).sum(-1))
 
     @property
     def mutual_information(self) -> Tensor:
         """Entropy of the mean minus mean of the entropies over samples, in nats: what more data would remove."""
-        return (self.entropy - self._entropy(self._link(self._mirrored)).mean(0)).clamp_min(0)
+        of_samples = torch.special.entr(self._class_probs(self._mirrored)).sum(-1)
+        return (self.entropy - self._by_label(of_samples.mean(0))).clamp_min(0)
 
     @property
     def epistemic(self) -> Tensor:
-        r"""How unlike the training data a datum is, or how likely wrong: larger for worse; shape as of `entropy`.
+        r"""How unlike the training data a datum is, or how likely to be wrong; a larger number is worse.
 
-        The variance of the log-odds `m_c = f_t − f_c` between the most probable class `t` and the others, relative to
-        their size, times the number of classes between which the prediction is undecided,
+        Its shape is that of `entropy`. It is the variance of the log-odds `m_c = f_t − f_c` between the most probable
+        class `t` and the others, relative to their size, times the number of classes that the prediction hesitates
+        between,
 
             exp(H) · Σ_c var(m_c) / Σ_c (1 + m_c²).
 
-        For labels of zero and one, `m = f`. It is no probability and has no unit: it ranks inputs. The variance of
+        For labels of zero and one, `|m| = |f|`. It is no probability and has no unit: it ranks inputs. The variance of
         logits itself grows with the size of the features, which is small for dark images, and mutual information
         vanishes where the network is certain, right or not; the ratio hardly changes where log-odds above one and their
         error bars are twice as large. See `docs/decisions.md` for what it was compared with.
         """
-        if isinstance(self.likelihood, Categorical):
-            outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
-            top = outputs.argmax(-1, keepdim=True)
-            outputs, draws = (v - v.gather(-1, top.expand(*v.shape[:-1], 1)) for v in (outputs, draws))
-            odds, variance = (outputs**2).sum(-1), (draws**2).mean(0).sum(-1)
-            ratio = (variance / (outputs.shape[-1] - 1 + odds)).reshape(self.entropy.shape)
-        else:
-            ratio = (self.deviations**2).mean(0) / (1 + self.outputs**2)
-        return self.entropy.exp() * ratio
-
-    def _entropy(self, p: Tensor) -> Tensor:
-        if isinstance(self.likelihood, Categorical):
-            dim = self.likelihood.class_dim
-            return torch.special.entr(p).sum(dim if dim < 0 else dim - self.outputs.dim())
-        return torch.special.entr(p) + torch.special.entr(1 - p)
+        outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
+        top = outputs.argmax(-1, keepdim=True)
+        outputs, draws = (v - v.gather(-1, top.expand(*v.shape[:-1], 1)) for v in (outputs, draws))
+        odds, variance = (outputs**2).sum(-1), (draws**2).mean(0).sum(-1)
+        return self.entropy.exp() * self._by_label(variance / (outputs.shape[-1] - 1 + odds))
 
 
 @dataclass(frozen=True)

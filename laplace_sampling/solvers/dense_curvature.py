@@ -22,7 +22,7 @@ class DenseCurvature(Curvature):
 
     Args:
         matrix: `M`, symmetric and positive semi-definite; `None` if its eigenvectors are given.
-        passes: as of a `Preconditioner`.
+        passes: the passes that it took, as in a `Preconditioner`.
         eigen: `λ`, not negative, and `V`, one eigenvector a column, if they are known.
     """
 

@@ -107,7 +107,8 @@ class CG(IterativeSolver):
 
     Args:
         tolerance: as for `BlockKrylov`.
-        max_iterations: largest number of products a row (for `minimise`: a Newton step).
+        max_iterations: largest number of products a row (for `minimise`: a Newton step). With 0 `solve` only judges
+            where it starts.
         preconditioner: an approximation of `(M + α)⁻¹` for every `α`, in the coordinates of the problem. `M` may
             have changed by a factor since it was made, as with the noise: one product finds the factor.
     """
@@ -237,8 +238,8 @@ def _show(bar: tqdm, count: int) -> None:
 
 
 def _check_settings(tolerance: float, max_iterations: int) -> None:
-    if not 0 < tolerance < 1 or max_iterations < 1:
+    if not 0 < tolerance < 1 or max_iterations < 0:
         raise ValueError(
-            "A tolerance must lie between 0 and 1, and max_iterations be at least 1: "
+            "A tolerance must lie between 0 and 1, and max_iterations be at least 0: "
             f"got {tolerance}, {max_iterations}."
         )

@@ -3,8 +3,9 @@
 A mini-batch is a tensor of data indices; `None` means all data. Sums are over the data of the batch, unscaled.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +63,9 @@ class Operator(ABC):
         """`M` in full, in float64, where it is held for whoever asks again."""
         return None
 
-    @abstractmethod
     def root_rows(self) -> Iterator[Float[Tensor, "m P"]]:
         """Blocks of rows of a matrix `R` with `RᵀR = M`: for dense algebra only."""
+        raise NotImplementedError(f"{type(self).__name__} has no `root_rows`.")
 
 
 @dataclass(frozen=True)
@@ -101,25 +102,41 @@ def make_dense(operator: Operator) -> Float[Tensor, "P P"]:
 
 
 def largest_eigenvalue(
-    operator: Operator,
-    batch: Tensor | None,
-    iterations: int,
-    generator: torch.Generator,
-    weights: Float[Tensor, " n"] | None = None,
+    operator: Operator, batch: Tensor, weights: Float[Tensor, " n"], iterations: int, generator: torch.Generator
 ) -> float:
-    """The largest eigenvalue of `Σ_{i∈batch} w_i Mᵢ` by power iteration; weights are `N/n` by default.
+    """The largest eigenvalue of `Σ_{i∈batch} w_i Mᵢ` by power iteration.
 
     It is a lower bound. The norm converges twice as fast as the vector, so that few iterations give a step size.
     """
-    weight = operator.num_data / len(batch) if batch is not None and weights is None else 1.0
-    extra = () if weights is None else (weights,)
     v = normal(1, operator.size, seed=generator, dtype=operator.dtype, device=operator.device)
     norm = v.norm()
     for _ in range(iterations):
-        v = v / norm.clamp_min(tiny(v))
-        v = weight * operator.matmul(v, batch, *extra)
+        v = operator.matmul(v / norm.clamp_min(tiny(v)), batch, weights)
         norm = v.norm()
     return float(norm)
+
+
+def largest_of_batches(
+    operator: Operator, batches: Sequence[tuple[Tensor, Tensor]], iterations: int, generator: torch.Generator
+) -> tuple[float, float]:
+    """The largest eigenvalue among some estimates of `M`, and the passes that it took.
+
+    Args:
+        operator: `M`.
+        batches: indices and weights of some data for each estimate.
+        iterations: of power iteration, for each of them.
+        generator: of the start vectors.
+
+    Raises:
+        FloatingPointError: if it is not finite.
+    """
+    largest = max(largest_eigenvalue(operator, *batch, iterations, generator) for batch in batches)
+    if not math.isfinite(largest):
+        raise FloatingPointError(
+            f"The largest curvature of the problem was estimated as {largest}: the Jacobian products of the model "
+            "contain NaN or infinity."
+        )
+    return largest, iterations * sum(len(indices) for indices, _ in batches) / operator.num_data
 
 
 def row_products(a: Float[Tensor, "K P"], b: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:

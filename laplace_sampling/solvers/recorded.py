@@ -23,7 +23,7 @@ class Recorder(Protocol):
 
         Args:
             name: of the function.
-            arguments: of the call, by which calls are told apart.
+            arguments: the arguments of the call, which distinguish it from others.
             compute: gives tensors, numbers, `None`, or tuples and lists of these.
         """
         ...

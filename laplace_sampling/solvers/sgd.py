@@ -1,21 +1,20 @@
 """Mini-batch gradient descent: for data so many that each pass over them counts."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.solvers.krylov import CG
-from laplace_sampling.solvers.operator import Operator, largest_eigenvalue, tiny
+from laplace_sampling.solvers.operator import Operator, largest_of_batches, tiny
 from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
-from laplace_sampling.solvers.solver import IterativeSolver, Minimum, Objective, Quadratic, Solution, judged
+from laplace_sampling.solvers.solver import IterativeSolver, Minimum, Objective, Quadratic, Solution
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 Batch = TypeVar("Batch")
@@ -55,8 +54,6 @@ class SGD(IterativeSolver):
     # The last step size of a decay, as a fraction of the first: the paper's (docs/equations.md).
     # Half and twice change the error on classifiers of 100 weights by less than one percent of it.
     _LAST_STEP = 1 / 330
-    # Parts of a descent, whose ends are kept by whoever records them.
-    _PARTS = 10
     # The error of the function that 64 samples may have for standard deviations to 1.5 %.
     _TOLERANCE = 0.09
 
@@ -70,7 +67,6 @@ class SGD(IterativeSolver):
     tolerance: float | None = None
     finish_passes: int = 140
     seed: int = 0
-    max_restarts: int = field(default=5, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "step", "clip", "mode_epochs"):
@@ -92,9 +88,9 @@ class SGD(IterativeSolver):
         return self._TOLERANCE if self.tolerance is None else self.tolerance
 
     @property
-    def _finish(self) -> CG | None:
+    def _finish(self) -> CG:
         """What goes on where a descent has ended."""
-        return CG(self._tolerance, self.finish_passes, afford=self.afford) if self.finish_passes else None
+        return CG(self._tolerance, self.finish_passes, afford=self.afford)
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         operator = problem.operator
@@ -103,10 +99,7 @@ class SGD(IterativeSolver):
         curvature += float(problem.precision.max())
         steps = self._num_steps(self.epochs, operator.num_data)
         delta, spent = self._descend(problem.gradient, delta, operator.num_data, curvature, steps, True, description)
-        if (finish := self._finish) is None:
-            solution = judged(problem, delta, self._tolerance)
-        else:
-            solution = finish.solve(problem, delta, description=description)
+        solution = self._finish.solve(problem, delta, description=description)
         return replace(solution, passes=passes + spent + solution.passes)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
@@ -117,8 +110,8 @@ class SGD(IterativeSolver):
             part = max(1, round(share * steps))
             theta, value, spent = self._minimise_part(objective, theta, value, part, decay, description)
             passes += spent
-        if (finish := self._finish) is not None:
-            minimum = finish.minimise(objective, theta, description=description)
+        if self.finish_passes:
+            minimum = self._finish.minimise(objective, theta, description=description)
             return replace(minimum, passes=passes + minimum.passes)
         slope, start = (objective.gradient(point, None) for point in (theta, torch.zeros_like(theta)))
         residual = float(slope.norm() / start.norm().clamp_min(tiny(start)))
@@ -134,7 +127,7 @@ class SGD(IterativeSolver):
         curvature, passes = self._stable_curvature(objective.curvature(theta))
         # Three times the curvature of a quadratic, because it may grow on the way; and more if the objective went up.
         curvature = 3 * (curvature + float(objective.precision.max()))
-        for _ in range(self.max_restarts + 1):
+        for _ in range(6):
             proposal, spent = self._descend(
                 objective.gradient, theta, objective.num_data, curvature, steps, decay, description
             )
@@ -158,9 +151,10 @@ class SGD(IterativeSolver):
         generator = torch.Generator().manual_seed(self.seed)
         batches = torch.randperm(operator.num_data, generator=generator).split(self.batch_size)
         # Without a short last batch, whose estimate is mostly noise.
-        batches = [b for b in batches if len(b) == len(batches[0])][:num_batches]
-        largest = max(largest_eigenvalue(operator, b, iterations, generator) for b in batches)
-        return largest, len(batches) * iterations * len(batches[0]) / operator.num_data
+        size = len(batches[0])
+        weights = torch.full((size,), operator.num_data / size, dtype=torch.float64)
+        weighted = [(batch, weights) for batch in batches if len(batch) == size]
+        return largest_of_batches(operator, weighted[:num_batches], iterations, generator)
 
     def _descend(
         self,
@@ -173,85 +167,79 @@ class SGD(IterativeSolver):
         description: str | None,
     ) -> tuple[Tensor, float]:
         """A descent that is restarted with a third of the step if it diverges: where it leads, and the passes."""
-        if not (math.isfinite(curvature) and curvature > 0):
-            raise FloatingPointError(
-                f"The largest curvature of the problem was estimated as {curvature}: the Jacobian products of the "
-                "model contain NaN or infinity, or the outputs do not depend on the weights."
-            )
-        step, num_gradients = self.step / curvature, 0
-        # The iterates are judged by a product of all data, which is paid for as well.
-        passes = len(start) * (1 + min(self.batch_size, num_data) / num_data)
-
-        def affordable() -> bool:
-            return self.afford(passes)
-
-        for _ in range(self.max_restarts + 1):
-            with progress_bar(description, total=steps) as bar:
-                sizes = self._step_sizes(step, steps, decay)
-                end, spent = self._run(gradient, start, self._batches(num_data), sizes, affordable, bar)
-            num_gradients += spent
-            if end is not None:
-                return end, len(start) * num_gradients * min(self.batch_size, num_data) / num_data
-            step /= 3
-        raise FloatingPointError(
-            f"SGD diverged {self.max_restarts + 1} times, last with step size {3 * step:.1e}; the Jacobian products "
-            "of the model may be inaccurate in its precision. Try float64 or a larger `SGD(batch_size=...)`."
-        )
-
-    def _step_sizes(self, first: float, steps: int, decay: bool) -> list[float]:
+        passes = len(start) * min(self.batch_size, num_data) / num_data
         # A constant step ends in a cloud around the minimum as wide as the noise of mini-batches; a decay shrinks it.
-        return [first * (1 - (1 - self._LAST_STEP) * t / steps) if decay else first for t in range(steps)]
+        last = self._LAST_STEP if decay else 1.0
 
+        def attempt(step: float) -> tuple[Tensor | None, int]:
+            batches = self._batches(num_data)
+            probes = list(islice(batches, PROBES))
+            sizes = [step * (1 - (1 - last) * t / steps) for t in range(steps)]
+            bar = progress_bar(description, zip(sizes, batches, strict=False), total=steps)
+            # The iterates are judged by a product of all data, which is paid for as well.
+            return self._run(gradient, start, probes, bar, lambda: self.afford(len(start) + passes))
+
+        end, num_gradients = restarted("SGD", attempt, self.step / curvature)
+        return end, num_gradients * passes
+
+    @recorded
     def _run(
         self,
         gradient: Gradient,
         start: Tensor,
-        batches: Iterator[Tensor],
-        step_sizes: Sequence[float],
+        probes: Sequence[Tensor],
+        steps: Iterable[tuple[float, Tensor]],
         affordable: Callable[[], bool],
-        bar: tqdm,
     ) -> tuple[Tensor | None, int]:
-        """One descent, `None` if it diverged, and the number of gradients that it took."""
-        x, scale = first_iterate(gradient, start, list(islice(batches, PROBES)))
-        velocity, num_gradients, length = torch.zeros_like(x), 2 * PROBES, -(-len(step_sizes) // self._PARTS)
-        for first in range(0, len(step_sizes), length):
-            sizes = step_sizes[first : first + length]
-            some = list(islice(batches, len(sizes)))
-            end, velocity, made = self._part(gradient, x, velocity, scale, some, sizes, affordable)
-            num_gradients += made
-            bar.update(made)
-            if end is None or made < len(sizes):
-                return end, num_gradients
-            x = end
-        return x, num_gradients
+        """One descent by steps of given sizes as far as they are affordable, and the number of gradients that it took.
 
-    @recorded
-    def _part(
-        self,
-        gradient: Gradient,
-        x: Tensor,
-        velocity: Tensor,
-        scale: Tensor,
-        batches: Sequence[Tensor],
-        step_sizes: Sequence[float],
-        affordable: Callable[[], bool],
-    ) -> tuple[Tensor | None, Tensor, int]:
-        """Some steps, as far as they are affordable, with rows in units of `scale`.
-
-        Returns the iterate at the end, `None` if they diverge, the velocity there, and the number of gradients.
+        The descent is `None` if it diverged.
         """
-        for made, (batch, step) in enumerate(zip(batches, step_sizes, strict=True)):
+        x, scale = first_iterate(gradient, start, probes)
+        velocity, num_gradients = torch.zeros_like(x), 2 * len(probes)
+        for step, batch in steps:
             if not affordable():
-                return x, velocity, made
+                break
+            num_gradients += 1
             g = gradient(x + self.momentum * velocity, batch)
             size = g.norm(dim=1, keepdim=True) / scale
             if not bool((size < 1e3).all()):  # also when it is NaN
-                return None, velocity, made + 1
+                return None, num_gradients
             # Each row by its own norm, so that a row does not depend on the others that are solved with it.
             g = g * (self.clip / size).clamp_max(1)
             velocity = self.momentum * velocity - step * g
             x = x + velocity
-        return x, velocity, len(step_sizes)
+        return x, num_gradients
+
+
+def restarted(
+    solver: str, attempt: Callable[[float], tuple[Tensor | None, int]], step: float, most: int = 6
+) -> tuple[Tensor, int]:
+    """What the first descent that does not diverge leads to, each with a third of the step of the one before.
+
+    Args:
+        solver: its name.
+        attempt: takes a step size; returns the end, `None` if it diverged, and what it counted.
+        step: of the first descent.
+        most: number of descents.
+
+    Returns:
+        The end, and the sum of all counts.
+
+    Raises:
+        FloatingPointError: if all of them diverge.
+    """
+    total = 0
+    for _ in range(most):
+        end, count = attempt(step)
+        total += count
+        if end is not None:
+            return end, total
+        step /= 3
+    raise FloatingPointError(
+        f"{solver} diverged {most} times, last with step size {3 * step:.1e}; the Jacobian products of the model may "
+        f"be inaccurate in its precision. Try float64 or a larger `{solver}(batch_size=...)`."
+    )
 
 
 def first_iterate(

@@ -173,16 +173,6 @@ def function_error(
     return torch.where(squared > 0, (squared / energy.clamp_min(tiny(energy))).sqrt(), 0.0)
 
 
-def judged(problem: Quadratic, delta: Float[Tensor, "K P"], tolerance: float) -> Solution:
-    """The solution at some iterates, judged by one full product and the bound of `function_error`."""
-    zeta = problem.centre + delta
-    product = problem.operator.matmul(zeta)
-    fit, pull = product - problem.linear, problem.precision * delta
-    error = function_error(fit + pull, zeta, product, float(problem.precision.min()))
-    converged, residual = bool((error <= tolerance).all()), relative_residual(fit, pull)
-    return Solution(zeta, delta, residual, zeta * product, float(len(zeta)), converged, error=error)
-
-
 def whitening(precision: Float[Tensor, " P"], mean: float | None = None) -> tuple[float, Float[Tensor, " P"]]:
     """`α` and `w` for which `A = αI` in coordinates `ζ/w`; `α` is the geometric mean of `A` unless it is given."""
     # The product of `w` is one with the geometric mean, so that log determinants need no correction.

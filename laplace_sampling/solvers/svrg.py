@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.arguments import check_positive, check_whole
-from laplace_sampling.solvers.operator import Congruent, Operator, largest_eigenvalue, tiny
+from laplace_sampling.solvers.operator import Congruent, Operator, largest_of_batches, tiny
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
-from laplace_sampling.solvers.sgd import PROBES, SGD, first_iterate
+from laplace_sampling.solvers.sgd import PROBES, SGD, first_iterate, restarted
 from laplace_sampling.solvers.solver import (
     IterativeSolver,
     Minimum,
@@ -100,7 +100,6 @@ class SVRG(IterativeSolver):
     max_snapshots: int = 40
     max_rank: int = 512
     seed: int = 0
-    max_restarts: int = field(default=5, repr=False)
     held: Nystrom | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -154,29 +153,6 @@ class SVRG(IterativeSolver):
         solver = SGD(seed=self.seed, tolerance=math.sqrt(self.tolerance), afford=self.afford)
         return solver.minimise(objective, init, description=description)
 
-    def _descend(
-        self,
-        gradient: Callable[[Tensor, Batch], Tensor],
-        precondition: Callable[[Tensor], Tensor],
-        draw: Callable[[], list[Batch]],
-        start: Tensor,
-        curvature: float,
-        description: str | None,
-    ) -> tuple[Tensor, int]:
-        """The end of a stage and the data it took; a diverging one is restarted with a third of the step."""
-        num_seen, largest = 0, min(1.0, self.step / curvature)
-        for _ in range(self.max_restarts + 1):
-            batches = progress_bar(description, draw())
-            end, seen = _stage(gradient, precondition, batches, start, largest)
-            num_seen += seen
-            if end is not None:
-                return end, num_seen
-            largest /= 3
-        raise FloatingPointError(
-            f"SVRG diverged {self.max_restarts + 1} times, last with step size {3 * largest:.1e}; the Jacobian "
-            "products of the model may be inaccurate in its precision. Try float64 or a larger `SVRG(batch_size=...)`."
-        )
-
 
 @recorded
 def _stage(
@@ -209,6 +185,8 @@ class _Descent:
     # A stage of at least so many steps, in units of `λ`, reduces the error more than its products would in conjugate
     # gradients. Half and twice have no effect on classifiers of 100 weights and 3,000 data.
     _STEPS_WORTH = 4.0
+    # Mini-batches on which the largest curvature is estimated, and steps of power iteration on each.
+    _ESTIMATES, _ITERATIONS = 4, 6
     # The number of earlier directions that a new one is made conjugate to. Half and twice change no number of passes on
     # classifiers of 100 weights with a preconditioner of rank 10 or 20, and the error by a quarter at most.
     _DIRECTIONS = 4
@@ -228,24 +206,13 @@ class _Descent:
         # Small batches cost the overhead of a call each, large ones waste data on the noise of a single step.
         self.size = min(num_data, solver.batch_size or min(500, max(16, num_data // 120)))
         self.steps = max(1, math.ceil(solver.epochs * num_data / self.size))
-        self.curvature, self.passes = self._largest_curvature()
+        preconditioned = Congruent(self.operator, lambda v: preconditioner.solve_root(v, shift))
+        largest, self.passes = largest_of_batches(
+            preconditioned, sampler.batches(self._ESTIMATES, self.size), self._ITERATIONS, sampler.generator
+        )
+        self.curvature = largest + 1  # shift·P⁻¹ is 1 at most
         self.snapshots = 0
         self.directions: list[tuple[Tensor, Tensor]] = []
-
-    def _largest_curvature(self, num_batches: int = 4, iterations: int = 6) -> tuple[float, float]:
-        """The largest eigenvalue among some mini-batch estimates of `P⁻¹H`, and the passes that it took."""
-        operator = Congruent(self.operator, lambda v: self.preconditioner.solve_root(v, self.shift))
-        largest = max(
-            largest_eigenvalue(operator, batch, iterations, self.sampler.generator, weights)
-            for batch, weights in self.sampler.batches(num_batches, self.size)
-        )
-        if not math.isfinite(largest):
-            raise FloatingPointError(
-                f"The largest curvature of the problem was estimated as {largest}: the Jacobian products of the "
-                "model contain NaN or infinity."
-            )
-        # shift·P⁻¹ is 1 at most.
-        return largest + 1, num_batches * iterations * self.size / self.operator.num_data
 
     def start(self, warm: Tensor | None) -> None:
         """The first stage, with plain gradients of mini-batches; a warm start, and a step that follows, replace it."""
@@ -265,16 +232,17 @@ class _Descent:
 
     def _descend(self, gradient: Callable[[Tensor, Batch], Tensor]) -> Tensor:
         """The end of a stage from the present iterates."""
-        end, seen = self.solver._descend(
-            gradient,
-            lambda g: self.preconditioner.solve(g, self.shift),
-            lambda: self.sampler.batches(self.steps, self.size),
-            self.delta,
-            self.curvature,
-            self.description,
-        )
+
+        def attempt(largest: float) -> tuple[Tensor | None, int]:
+            batches = progress_bar(self.description, self.sampler.batches(self.steps, self.size))
+            return _stage(gradient, self._precondition, batches, self.delta, largest)
+
+        end, seen = restarted("SVRG", attempt, min(1.0, self.solver.step / self.curvature))
         self._count(seen)
         return end
+
+    def _precondition(self, v: Tensor) -> Tensor:
+        return self.preconditioner.solve(v, self.shift)
 
     def _count(self, num_data: int) -> None:
         self.passes += len(self.delta) * num_data / self.operator.num_data
@@ -285,7 +253,7 @@ class _Descent:
         self.snapshots += 1
         self.product = product
         self.full = product - self.problem.linear + self.shift * self.delta
-        self.error = (self.full * self.preconditioner.solve(self.full, self.shift)).sum(1)
+        self.error = (self.full * self._precondition(self.full)).sum(1)
 
     def converged(self) -> bool:
         zeta = self.problem.centre + self.delta
@@ -309,7 +277,7 @@ class _Descent:
         if self.steps >= self._STEPS_WORTH * self.curvature:
             end = self._descend(_variance_reduced(self.operator, self.shift, self.delta, self.full))
             return end - self.delta, self.operator.matmul(self.problem.centre + end) - self.product
-        move = -self.preconditioner.solve(self.full, self.shift)
+        move = -self._precondition(self.full)
         return move, self.operator.matmul(move)
 
     def solution(self, problem: Quadratic, undo: Tensor, passes: float) -> Solution:

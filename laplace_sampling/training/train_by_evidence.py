@@ -57,7 +57,7 @@ class PrecisionUpdate:
 
     Attributes:
         prior: with the new precisions, for the next round, or for a `LinearisedLaplace`.
-        likelihood: with the new noise precision, likewise.
+        likelihood: the likelihood with the new noise precision.
         names: of the groups: layers, or `"all"`.
         prior_precision: `α`, `[G]`, in units of the sum of losses over the data.
         noise_precision: `b`, of a regression; else `None`.
@@ -101,7 +101,7 @@ def updated_precisions(
 
     Args:
         model: the network.
-        likelihood: as of `LinearisedLaplace`.
+        likelihood: as in `LinearisedLaplace`.
         loader: the training data, without random augmentation.
         prior: `"layerwise"`, `"isotropic"`, or one of these with its precisions, which are those before.
         parameters: which weights have the prior; all trainable ones by default.
@@ -160,7 +160,7 @@ def train_by_evidence(
 
     No validation data are needed, and where there are some they are the better judge: the evidence charges for each
     direction that the data determine, and takes more decay than test data ask for. So it helps where training without
-    decay fits the training data far better than others, and costs where it does not, as of few epochs, small steps or
+    decay fits the training data far better than others, and costs where it does not, as with few epochs, small steps or
     clean labels (figures in `docs/decisions.md`).
 
     **This function trains the model**, unlike all others of this library. Its loss is
@@ -180,8 +180,8 @@ def train_by_evidence(
         model: the network, which is trained in place. Normalisations work with the statistics of batches in training,
             and with running ones in updates; weights of theirs have a precision like those of any other layer. Parts
             that are in evaluation mode stay so; a model that is so as a whole is put into training mode.
-        likelihood: as of `LinearisedLaplace`; the noise precision of a `Gaussian` is where it starts.
-        loader: batches of training data, as of `fit_hyperparameters`.
+        likelihood: as in `LinearisedLaplace`; the noise precision of a `Gaussian` is where it starts.
+        loader: batches of training data, as in `fit_hyperparameters`.
         optimiser: of the parameters of the model, without a weight decay of its own.
         epochs: of training.
         every: epochs between updates, and before the first one, until which the precisions are those of `prior` and
@@ -333,7 +333,7 @@ def _linearised(settings: Settings, model: nn.Module) -> Linearisation:
 def _weight_decay_of(
     prior: GaussianPrior, likelihood: Likelihood, network: Linearisation, num_data: int
 ) -> dict[str, float]:
-    """`λ = α/(N b)` of each random parameter, `b = 1` but for a regression."""
+    """`λ = α/(N b)` of each random parameter; `b = 1` if the likelihood is no regression."""
     unit = num_data * _loss_unit(likelihood)
     first = [int(part[0]) for part in prior.groups.split(network.shell.sizes)]
     alphas = prior.precision.tolist()

@@ -66,7 +66,7 @@ def numbers(la: LinearisedLaplace, dtype: torch.dtype) -> dict[str, Tensor]:
 METHODS = {
     "exact": {"method": "exact"},
     "krylov": {"method": Krylov()},
-    "stochastic": {"method": Stochastic(solver=SVRG(max_snapshots=4, max_restarts=0))},
+    "stochastic": {"method": Stochastic(solver=SVRG(max_snapshots=4))},
     "kfac": {"method": "kfac"},
     "diagonal": {"method": "diagonal"},
     "last layer": {"parameters": "last_layer"},

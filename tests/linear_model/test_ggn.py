@@ -59,9 +59,8 @@ def test_largest_eigenvalue_of_a_batch() -> None:
     model = make_case("classification").linear_model()
     ggn = model.ggn(model.network_outputs)
     generator = torch.Generator().manual_seed(0)
-    exact = torch.linalg.eigvalsh(make_dense(ggn))[-1]
-    assert largest_eigenvalue(ggn, None, 200, generator) == pytest.approx(float(exact), rel=1e-6)
     batch = torch.tensor([1, 4])
     part = type(ggn)(DenseFeatures(DenseFeatures.of(ggn.features).matrix[batch]), ggn.likelihood, ggn.outputs[batch])
     exact = 4 * torch.linalg.eigvalsh(make_dense(part))[-1]
-    assert largest_eigenvalue(ggn, batch, 200, generator) == pytest.approx(float(exact), rel=1e-6)
+    weights = torch.full((2,), 4.0, dtype=torch.float64)
+    assert largest_eigenvalue(ggn, batch, weights, 200, generator) == pytest.approx(float(exact), rel=1e-6)

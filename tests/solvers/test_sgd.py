@@ -93,7 +93,8 @@ def test_errors_that_are_reported_are_bounds() -> None:
     p = replace(moderate(), precision=torch.full((8,), 1.0, dtype=torch.float64))
     for solver in (SGD(epochs=1, min_steps=10, finish_passes=0), SGD(epochs=1, min_steps=10)):
         solution = solver.solve(p)
-        assert (true_error(p, solution.value) <= solution.error * (1 + 1e-9)).all()
+        # A row may be exact up to rounding, of its true error as well.
+        assert (true_error(p, solution.value) <= solution.error * (1 + 1e-9) + 1e-13).all()
     assert solution.converged
     assert float(solution.error.max()) < 0.09
 

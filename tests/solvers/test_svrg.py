@@ -16,9 +16,9 @@ from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.preconditioners import Nystrom
-from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.sgd import SGD, restarted
 from laplace_sampling.solvers.solver import Quadratic
-from laplace_sampling.solvers.svrg import SVRG, WeightedBatches
+from laplace_sampling.solvers.svrg import SVRG, WeightedBatches, _stage
 
 
 def problem(num_data: int = 2000, size: int = 30, rows: int = 3, scale: float = 1.0, spread: float = 0.0) -> Quadratic:
@@ -142,7 +142,7 @@ def test_divergence_restarts_with_a_smaller_step() -> None:
     batches = [(torch.arange(2), torch.ones(2))] * 100
     start = torch.ones(1, 4, dtype=torch.float64)
     # A curvature of 300 that was estimated as 1: the sixth step size, 1/243, is below 2/300.
-    end, seen = SVRG()._descend(lambda d, _: 300 * d, lambda g: g, lambda: batches, start, 1.0, None)
+    end, seen = restarted("SVRG", lambda step: _stage(lambda d, _: 300 * d, lambda g: g, batches, start, step), 1.0)
     assert float(end.norm()) < 1e-6
     assert 2 * 105 < seen < 2 * 145  # a run is given up as soon as it grows a thousandfold
 
