@@ -25,25 +25,25 @@ def largest_variance(
 ) -> dict[str, Tensor]:
     r"""Masks of the `k` weights of largest variance under a diagonal posterior, for `parameters=`.
 
-    With the other weights fixed, these leave the smallest Wasserstein distance to the diagonal posterior,
-    `W₂² = Σ_{p∉S} 1/(M_pp + A_pp)` (Daxberger et al. 2021); in the subnetwork itself all correlations count. Weights
-    that the training data do not see, `M_pp = 0`, as for dead units and inputs that are always zero, would come first;
-    they come last, as they would make up a subnetwork without any effect.
+    If only `k` weights are random, this choice has the smallest Wasserstein distance to the diagonal posterior, `W₂² =
+    Σ_{p∉S} 1/(M_pp + A_pp)` (Daxberger et al. 2021). The subnetwork itself has all correlations. Weights that do not
+    affect the training data, `M_pp = 0`, as with dead units and inputs that are always zero, have the largest variance.
+    They come last here, because a subnetwork of them would have no effect.
 
     Args:
         model: the trained network.
         likelihood: as in `LinearisedLaplace`.
         loader: the training data.
-        k: how many weights.
+        k: the number of weights.
         data: as in `fit`.
-        settings: of the `LinearisedLaplace` that gives the variances. By default the prior is isotropic; then its
-            precision does not matter, the smallest `M_pp` win.
+        settings: further arguments of `LinearisedLaplace`. By default the prior is isotropic; then its precision does
+            not matter, and the weights of largest `1/M_pp` are taken.
 
     Returns:
-        Masks by name of parameter, of those parameters that have a weight among the `k`.
+        Masks by name, for each parameter with a weight among the `k`.
 
     Raises:
-        ValueError: if there are not so many weights, or for another `method`.
+        ValueError: if there are fewer weights, or for another `method`.
 
     Example:
         >>> x, y = torch.randn(20, 3), torch.randn(20, 1)

@@ -2,30 +2,25 @@ r"""Methods that draw samples by solving linear systems: block Krylov, mini-batc
 
 import math
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_sampling.arguments import check_positive, check_whole, refuse_class
-from laplace_sampling.gp.dual import DualCG
+from laplace_sampling.gp.dual import DualCG, WhitenedGram
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
-from laplace_sampling.hyperparameters.curves import ModeCurve, Traces
+from laplace_sampling.hyperparameters.curves import Traces
 from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters
 from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
-from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import clamped
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.closed_form import Factored, Subset, by_gram_matrix
 from laplace_sampling.methods.method import (
     BASIS_STACKS,
     Choice,
-    Fit,
     Method,
     Task,
     basis_that_fits,
@@ -34,11 +29,10 @@ from laplace_sampling.methods.method import (
     settled,
     traces_of,
 )
-from laplace_sampling.methods.problem import Estimate, Memory, Problem, Start, fits_in_observation_space
+from laplace_sampling.methods.problem import Estimate, Memory, Problem, fits_in_observation_space
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
-from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.sgd import SGD
-from laplace_sampling.solvers.solver import Minimum, Solver
+from laplace_sampling.solvers.solver import Solver
 from laplace_sampling.solvers.svrg import SVRG
 
 # Observations up to which the whole Gram matrix is decomposed for the hyperparameters. It takes C/2 + N·C/4 products at
@@ -93,17 +87,10 @@ class Krylov(Solves):
     """Block Krylov on all data: a few passes for all samples together, whatever `N` is.
 
     Prior and noise precision are at MacKay's fixed point: a Krylov run of a few probes gives the effective dimension
-    for every `α`, and each precision that is tried takes a mode. Where memory holds no basis worth having, conjugate
-    gradients with a Nyström preconditioner take its place.
+    for every `α`, and each precision that is tried takes a mode. Where memory is short, the basis is smaller and starts
+    again more often, which is as fast as conjugate gradients at least.
     """
 
-    # The fewest vectors of a Krylov basis that are worth having. A linear layer of 9,003 weights with 16 samples and
-    # 500 vectors of memory takes 24 passes with a basis, at half the same; at twice there is none, and it takes 69.
-    LEAST_BASIS = 64
-    # Vectors alive for each vector of a Nyström preconditioner in the making, the peak of a fit in float32: at half a
-    # fit that may take 100 vectors takes 139, at twice the rank is half and 82 passes replace 70. The largest rank
-    # makes no difference to that fit at half and at twice; it bounds the cost of the decomposition.
-    _NYSTROM_STACKS, _LARGEST_RANK, _BLOCK = 18, 256, 16
     # Of the modes of a search for the largest evidence, an error of the function that leaves `‖θ̄‖²` accurate enough.
     _MODE_ACCURACY = 2e-3
 
@@ -121,52 +108,20 @@ class Krylov(Solves):
     def residual_kind(self) -> str:
         return "relative error of the function"
 
-    def short(self, memory: Memory, num_samples: int) -> bool:
-        """Whether a Krylov basis worth having does not fit."""
-        return basis_that_fits(memory, num_samples) < self.LEAST_BASIS
-
-    def remark(self, problem: Problem, memory: Memory) -> str:
-        if not self.short(memory, problem.num_samples):
-            return ""
-        return "; memory holds no Krylov basis: preconditioned conjugate gradients"
-
-    def _rank(self, memory: Memory, num_samples: int) -> int:
-        """Rank of the Nyström preconditioner, at most; 0 for none."""
-        room = memory.vectors - num_samples - self.stacks
-        rank = min(self._LARGEST_RANK, int(memory.vectors / self._NYSTROM_STACKS), int(room / 2))
-        return rank if rank >= 4 else 0
-
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
-        if self.short(memory, num_samples):
-            return self._rank(memory, num_samples)
         return BASIS_STACKS * basis_that_fits(memory, num_samples)
 
-    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
-        error = _largest_error(tolerance)
-        if not self.short(task.memory, task.num_samples):
-            return BlockKrylov(error, max_basis=basis_that_fits(task.memory, task.num_samples))
-        rank = self._rank(task.memory, task.num_samples)
-        if rank == 0:
-            return CG(error)
-        if task.start is not None and (earlier := _earlier(task, task.start)) is not None:
-            return CG(error, preconditioner=earlier)
-        preconditioner = Nystrom.of(
-            task.scaled_ggn(),
-            block=min(self._BLOCK, rank),
-            max_rank=rank,
-            shift=shift,
-            num_rhs=task.num_samples,
-            seed=task.seed,
-        )
-        return CG(error, preconditioner=preconditioner)
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> BlockKrylov:
+        # Where accuracy is cheap: the error of the function that samples may have.
+        return BlockKrylov(min(2 * tolerance, 0.5), max_basis=basis_that_fits(task.memory, task.num_samples))
 
     def em_rows(self, solver: Solver, memory: Memory, num_samples: int, in_em: int) -> int:
-        # A Krylov basis is of all rows together, and bounds its own memory.
-        return in_em if isinstance(solver, BlockKrylov) else super().em_rows(solver, memory, num_samples, in_em)
+        # As many as the solver takes together.
+        return min(in_em, max(1, basis_that_fits(memory, num_samples) // 4))
 
     def tune_by_evidence(self, task: Task) -> Hyperparameters:
         solver = self.make_solver(task, task.tolerance, None)
-        if not (isinstance(solver, BlockKrylov) and has_path(task)):
+        if not has_path(task):
             return self.tune_by_em(task, solver)
 
         def ratio(traces: Traces) -> float:
@@ -190,22 +145,8 @@ class Krylov(Solves):
         return by_traces(task, traces, modes, ratio(traces), self._MODE_ACCURACY, solver)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
-        assert isinstance(solver, BlockKrylov | CG)
+        assert isinstance(solver, BlockKrylov)
         return sampled.error, solver.tolerance
-
-
-def _earlier(task: Task, start: Start) -> Preconditioner | None:
-    """The preconditioner of the posterior that a fit starts from, in the present coordinates, if there was one."""
-    held = start.solver.preconditioner if isinstance(start.solver, CG) else None
-    if held is None:
-        return None
-    device, dtype = task.model.features.device, task.model.features.dtype
-    return held.congruent(start.change_of_scale(task.prior.to(device, dtype)))
-
-
-def _largest_error(tolerance: float) -> float:
-    """The error of the function that samples may have, where accuracy is cheap."""
-    return min(2 * tolerance, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,10 +309,7 @@ class Dual(Solves):
                 f'{likelihood.name!r}; use method="exact", "krylov" or "stochastic".'
             )
 
-    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> "DualCG":
-        # Imported here, so that this file stays light; the room `gp` is needed for a fit only.
-        from laplace_sampling.gp.dual import DualCG, WhitenedGram
-
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> DualCG:
         rows, ggn = task.model.num_observations, task.scaled_ggn()
         held = max(1, min(self._RANK, rows, int(self._SHARE * task.memory.bytes / (8 * rows))))
         solver = DualCG(
@@ -383,22 +321,11 @@ class Dual(Solves):
         return solver.hold(WhitenedGram(ggn, torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device)))
 
     def tune_by_evidence(self, task: Task) -> Hyperparameters:
-        """By the evidence itself where the Gram matrix is small; else by EM, from the optimum of its leading part."""
-        if _has_small_gram(task):
-            return _by_gram_matrix(task)
-        solver = self.make_solver(task, task.tolerance, None)
-        if solver.held is not None and has_path(task) and task.start is None:
-            task = _at_evidence_of_leading_part(task, solver.held)
-        return self.tune_by_em(task, solver)
-
-    def mode(self, task: Task, solver: Any, near: Tensor | None) -> Minimum:
-        return solver.mode(task.model, task.prior)
+        """By the evidence itself where the Gram matrix is small; else by EM."""
+        return _by_gram_matrix(task) if _has_small_gram(task) else super().tune_by_evidence(task)
 
     def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
         return sampled.error, solver.tolerance
-
-    def fit_of(self, *parts: Any) -> "DualFit":
-        return DualFit(*parts)
 
 
 def _has_small_gram(task: Task) -> bool:
@@ -408,58 +335,8 @@ def _has_small_gram(task: Task) -> bool:
     return rows <= _GRAM_ROWS and len(task.prior.names) == 1 and fits_in_observation_space(features, task.memory)
 
 
-def _precise(model: LinearModel) -> LinearModel:
-    """With features in float64 where the network allows."""
-    return replace(model, features=model.features.in_float64())
-
-
 def _by_gram_matrix(task: Task) -> Hyperparameters:
     """The hyperparameters of the exact method; its matrices are freed."""
     prior = task.prior.to(task.model.features.device, torch.float64)
-    return replace(by_gram_matrix(replace(task, model=_precise(task.model), prior=prior)), work=None)
-
-
-def _at_evidence_of_leading_part(task: Task, held: Any) -> Task:
-    """The task with the `α` and `b` that the kernel's leading part has, for EM to start from.
-
-    What the preconditioner leaves out counts as noise, in as many directions as there are. Where that has no maximum
-    inside the bounds, EM would stay at the bound: the task is returned as it is.
-    """
-    from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
-
-    model = task.model
-    assert isinstance(model.likelihood, Gaussian)
-    residual, squared_norm = model.residuals(model.offset).flatten(), float(model.squared_errors(model.offset).sum())
-    values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
-    spectrum = RegressionEvidence.of_leading(values, held.vectors @ residual, squared_norm, model.num_observations)
-    squares = float(model.squared_errors(model.network_outputs).sum())
-    bounds = HyperparameterBounds(task.criterion.precision_bounds, task.criterion.noise_bounds)
-    start = (overall_precision(task.prior), float(torch.as_tensor(model.likelihood.noise_precision)))
-    optimum = spectrum.largest(start, (True, model.likelihood.learn), bounds, squares)
-    if optimum.at_bounds:
-        return task
-    prior = task.prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
-    likelihood = model.likelihood
-    if likelihood.learn:
-        likelihood = likelihood.with_precision(optimum.noise_precision)
-    return replace(task, model=model.with_likelihood(likelihood), prior=prior)
-
-
-class DualFit(Fit):
-    """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
-
-    @cached_property
-    def _gram(self) -> Any:
-        from laplace_sampling.gp.posterior import GramPosterior
-
-        if not fits_in_observation_space(self.model.features, self.task.memory):
-            return None
-        return GramPosterior.of(_precise(self.model), self.prior.to(self.model.features.device, torch.float64))
-
-    def traces(self, decades: float) -> Traces:
-        if self._gram is None:
-            return super().traces(decades)
-        return Traces.of_eigenvalues(self._gram.precisions[1] * self._gram.eigenvalues, self.alpha)
-
-    def mode_curve(self, alphas: Tensor) -> ModeCurve:
-        return super().mode_curve(alphas) if self._gram is None else self._gram.mode_curve(alphas)
+    model = replace(task.model, features=task.model.features.in_float64())
+    return replace(by_gram_matrix(replace(task, model=model, prior=prior)), work=None)

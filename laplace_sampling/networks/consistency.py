@@ -4,6 +4,9 @@ torch has derivatives that are wrong, and nothing says so. Forward mode is compa
 float64 before an error is raised: a unit of almost no input may be on in one pass and off in another.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +41,8 @@ def check_consistency(network: Linearisation, x: Any) -> None:
     """
     pair, counts = take(x, slice(0, 2)), dict(network.products)
     try:
-        problem = _confirmed(network, pair)
+        with _missing_derivatives_raise(network):
+            problem = _confirmed(network, pair)
         if isinstance(problem, _TwoJacobians) and network.lacking is None and _reverse_is_right(network, pair):
             network.take_two_pullbacks("differences of outputs are those of reverse mode", "a wrong forward derivative")
             problem = _confirmed(network, pair)
@@ -49,6 +53,21 @@ def check_consistency(network: Linearisation, x: Any) -> None:
         network.products.update(counts)
     if problem is not None:
         raise ValueError(problem)
+
+
+@contextmanager
+def _missing_derivatives_raise(network: Linearisation) -> Iterator[None]:
+    """An error where torch would take a derivative that it does not have for zero, as those of quantised layers."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*an autograd kernel was not registered")
+            yield
+    except UserWarning as warning:
+        model, operation = type(network.module).__name__, str(warning).split(": ")[0]
+        raise ValueError(
+            f"The outputs of {model} depend on random weights by `{operation}`, which torch does not differentiate. "
+            "Name weights after it with `parameters=`, or replace this operation."
+        ) from warning
 
 
 class _FailsOnFewData(Exception):
@@ -135,7 +154,7 @@ def _problem(network: Linearisation, x: Any) -> str | None:
 
 def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -> str | None:
     """Names the weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
-    if network.shell.shards is not None:
+    if network.shell.mesh is not None:
         return None  # weights that are shared out have no gradient outside of the hooks of FSDP
     with network.differentiating(layers=False):
         plain = network.shell.plain_gradient(x, u)

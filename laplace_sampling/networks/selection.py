@@ -1,6 +1,5 @@
 """The module that is linearised, inside its wrappers, and which of its parameters are random."""
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,13 +36,6 @@ def select(module: nn.Module, selection: Selection) -> list[str]:
 
 
 def _trained(module: nn.Module) -> list[str]:
-    """All that require a gradient; a notice names those that cannot be random."""
-    parameters = dict(module.named_parameters())
-    fixed = [name for name, p in parameters.items() if not _has_derivatives(p)]
-    if fixed:
-        warnings.warn(
-            f"Parameters {fixed} are not floating point: they are left out and stay as they are.", stacklevel=5
-        )
     names = _require_gradient(module)
     if not names:
         raise ValueError(

@@ -40,31 +40,31 @@ Factors: TypeAlias = Mapping[str, Tensor] | Mapping[str, float]
 
 
 class CalibrationWarning(UserWarning):
-    """Error bars make predictions worse than the network's alone, end at a bound, or contain too few targets.
+    """Error bars are too wide or too narrow, or validation data seem to belong to another task.
 
-    So they may where a network knows its training data by heart; or held-out data are predicted as badly as without
-    inputs.
+    The message says which: predictions with error bars are worse than those of the network alone; a factor ended at a
+    bound; the network knows its training data by heart, so that intervals contain too few targets; or held-out data are
+    predicted no better than without inputs.
     """
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors that change predictions, and what data say about them.
+    """Factors that change predictions, and log-likelihoods of the data that they were chosen by.
 
-    Log-likelihoods are sums over the data that were looked at, times their weights, in nats. Of training data each one
-    is left out in turn, and at most 4,096 are looked at.
+    Log-likelihoods are sums over these data, times their weights, in nats. For training data, of which at most 4,096
+    are used, each datum is predicted from the others.
 
     Attributes:
         scale: multiplies the covariance.
-        temperature: outputs are divided by it.
+        temperature: divides the outputs.
         noise: multiplies the noise variance of a regression.
-        log_likelihood: of these data with error bars, at these factors; `None` if no data were looked at.
-        network_log_likelihood: of these data by the network alone, without error bars, temperature and factor of the
-            noise.
-        standard_error: of the difference of the two, over the data; `None` for training data of a regression, whose
-            difference is no estimate of that of new data.
-        num_data: how many data were looked at.
-        data: `"left out"`, training data; `"held out"`, those of `val_loader`; or `""`.
+        log_likelihood: the log-likelihood with error bars and these factors; `None` without data.
+        network_log_likelihood: the log-likelihood by the network alone, without error bars and factors.
+        standard_error: the standard error of the difference of the two; `None` for training data of a regression, where
+            the difference does not estimate that of new data.
+        num_data: the number of data.
+        data: `"left out"` for training data; `"held out"` for those of `val_loader`; or `""`.
         at_bounds: factors that ended at a bound of their search.
     """
 
@@ -174,19 +174,19 @@ def calibrate(
     free: Collection[str] = ("scale", "temperature"),
     lowest: float | None = None,
 ) -> Calibration:
-    r"""Finds the scale and the temperature under which held-out data are likeliest.
+    r"""The scale and the temperature under which held-out data are likeliest.
 
-    They maximise `Σ_i log (1/2K) Σ_k Σ_± p(y_i | (f_i ± √τ φ_i ζ_k)/T)` with normal priors of `log τ` and `log T`, of
-    standard deviations 2 and ½. Only labels have a temperature. It is at least one, or where the network is not sure
-    enough its `own_temperature`: a lower one would take back what the error bars widen, which loses nothing among data
-    like the held-out ones, but makes predictions of others too sure.
+    They maximise `Σ_i log (1/2K) Σ_k Σ_± p(y_i | (f_i ± √τ φ_i ζ_k)/T)` plus normal log priors of `log τ` and `log T`,
+    with standard deviations 2 and ½. Only labels have a temperature. It is at least one, or `own_temperature` where the
+    network is not sure enough: a lower one would undo the error bars. Held-out data would not notice, but other data
+    would be predicted too surely.
 
     Args:
-        likelihood: of the targets.
+        likelihood: the likelihood of the targets.
         targets: `y`.
-        outputs: `f`, of the network.
+        outputs: `f`, the outputs of the network.
         deviations: `φ(x_i) ζ_k`.
-        free: which factors are found; the others are one.
+        free: the factors to be found; the others are one.
         lowest: the smallest temperature; by default it is found.
     """
     outputs, parts = outputs.double(), parts_of(deviations)
@@ -204,9 +204,9 @@ def calibrate(
 
 
 def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"]) -> float:
-    """The likeliest temperature of the network without error bars, at most one: below it one takes error bars back.
+    """The likeliest temperature of the network without error bars, at most one; a lower one undoes error bars.
 
-    `−log T` has an exponential prior of mean 0.1: without it a few data without an error take `T` towards zero.
+    `−log T` has an exponential prior of mean 0.1. Without it a few data without an error would take `T` towards zero.
     """
     nothing = torch.zeros_like(outputs)[None]
 

@@ -15,7 +15,6 @@ from laplace_sampling import SGD, SVRG, GPrior, Krylov, LinearisedLaplace, Stoch
 METHODS = {
     "exact": "exact",
     "krylov": "krylov",
-    "cg": Krylov(max_memory=66 * 67 * 8),
     "sgd": Stochastic(solver=SGD()),
     # With fewer rows than all of these few data have, whose preconditioner leaves nothing to save.
     "svrg": Stochastic(solver=SVRG(max_rank=32)),
@@ -148,7 +147,7 @@ def test_the_precision_is_that_of_a_cold_fit(method: str, criterion: str) -> Non
 
 # Where counts of products tell: the exact method has to see all rows once, whatever it starts from.
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["kfac", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("cg", "diagonal"))])
+@pytest.mark.parametrize("method", ["kfac", pytest.param("diagonal", marks=pytest.mark.nightly)])
 def test_after_one_more_epoch_it_costs_at_most_half(method: str) -> None:
     problem = Problem("classification", 300)
     options = {"criterion": "evidence", "progress": False}

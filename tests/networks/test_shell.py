@@ -1,7 +1,9 @@
 """The module is not changed; half precision, autocast and TF32."""
 
 import copy
+import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -111,22 +113,6 @@ def test_fingerprint_tells_networks_apart() -> None:
     assert not torch.equal(first, Linearisation(model).fingerprint())
 
 
-@pytest.mark.parametrize(
-    ("model", "x"),
-    [
-        (nn.Linear(3, 2), torch.ones(4, 3).double()),
-        (nn.Linear(3, 2), torch.ones(4, 3).long()),
-        (nn.Conv1d(1, 2, 2), torch.ones(4, 1, 3).double()),
-        (nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)), torch.ones(4, 3).double()),
-        (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), torch.ones(4, 3).double()),
-    ],
-)
-def test_inputs_of_another_type_than_the_weights(model: nn.Module, x: Tensor) -> None:
-    message = rf"{x.dtype}"
-    with pytest.raises(TypeError, match=message + r".*x\.to"):
-        Linearisation(model)(x)
-
-
 def test_autocast_products_are_float32_and_right_to_a_percent() -> None:
     network, lowered = Linearisation(net()), Linearisation(net(), autocast=torch.bfloat16)
     v = torch.randn(5, network.num_parameters, generator=torch.Generator().manual_seed(1))
@@ -220,17 +206,21 @@ def test_contexts_of_precision_nest(lowered: tuple[str, ...]) -> None:
         assert settings() == lowered
 
 
-def test_errors_of_torch_in_a_network_say_of_what_they_are() -> None:
-    network = Linearisation(nn.Linear(2, 3))
-    with pytest.raises(ValueError, match=r"\[4, 5\]"):
-        network(torch.zeros(4, 5))
-    with pytest.raises(TypeError, match=r"\[4, 2\].*\[4, 2\]"):
-        network((torch.zeros(4, 2), torch.zeros(4, 2)))
-    mixed = Linearisation(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).double()))
-    with pytest.raises(ValueError, match=r"torch\.float64"):
-        mixed(torch.zeros(4, 2))
-    with pytest.raises(ValueError, match="Embedding"):
-        Linearisation(nn.Embedding(3, 2))(torch.tensor([3]))
+@pytest.mark.parametrize(
+    ("model", "x", "said"),
+    [
+        (nn.Linear(2, 3), torch.ones(4, 2).double(), r"\[4, 2\] in torch\.float64.*x\.to"),
+        (nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)), torch.ones(4, 3).double(), r"\[4, 3\] in torch\.float64"),
+        (nn.Linear(2, 3), torch.zeros(4, 5), r"\[4, 5\]"),
+        (nn.Linear(2, 3), (torch.zeros(4, 2), torch.zeros(4, 2)), r"\[4, 2\].*\[4, 2\]"),
+        (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).double()), torch.zeros(4, 2), r"torch\.float64"),
+        (nn.Embedding(3, 2), torch.tensor([3]), "Embedding"),
+    ],
+)
+def test_errors_of_torch_in_a_network_say_of_what_they_are(model: nn.Module, x: Any, said: str) -> None:
+    with pytest.raises((RuntimeError, TypeError, IndexError)) as raised:
+        Linearisation(model)(x)
+    assert re.search(said, raised.value.__notes__[0])
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
