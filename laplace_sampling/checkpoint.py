@@ -34,7 +34,6 @@ from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods import recipe_of_method
 from laplace_sampling.methods.method import Fit
 from laplace_sampling.methods.problem import Problem
-from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.settings import Settings
@@ -47,7 +46,7 @@ _DATA = "the training data, their order or their batches"
 _DIGEST = "sha256 "  # stands before the digest of a value that is long
 
 
-class Checkpoint:
+class Checkpoint(ExitStack):
     """A context in which, from `begin` on, the results of a fit are kept in a file; with `None` nothing happens.
 
     Args:
@@ -60,7 +59,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: FilePath | None, call: str, arguments: Mapping[str, Any]) -> None:
-        self._call, self._arguments, self._stack = call, arguments, ExitStack()
+        super().__init__()
+        self._call, self._arguments = call, arguments
         self._path: Path | None = None
         self._results: Results | None = None
         if path is not None:
@@ -68,13 +68,6 @@ class Checkpoint:
                 raise TypeError(f"`{call}(checkpoint=...)` must be the path of a file, but is {path!r:.80}.")
             self._path = target_of(path)
             check_target(self._path, "checkpoint=")
-
-    def __enter__(self) -> Self:
-        self._stack.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
     def begin(
         self,
@@ -110,12 +103,12 @@ class Checkpoint:
         if self._path is None:
             return problem
         fit[_DATA] = _comparable(_digest_of(problem.tangent.data))
-        self._results = results = self._stack.enter_context(Results(self._path, fit, network.products, processes))
+        self._results = results = self.enter_context(Results(self._path, fit, network.products, processes))
         self._check(results.head, fit)
-        self._check_function(results, network, problem.tangent)
+        self._check_loss(results, problem.tangent)
         # What is solved for together depends on how much memory was free when the fit began.
         memory = results.result("memory", (), lambda: _memory_of(problem, network))
-        self._stack.enter_context(recording(results))
+        self.enter_context(recording(results))
         return _with_memory(problem, network, *memory)
 
     def done(self, fit: Fit) -> None:
@@ -162,21 +155,15 @@ class Checkpoint:
                 "as it was begun, or give another path, or delete the file to begin anew."
             )
 
-    def _check_function(self, results: "Results", network: Linearisation, tangent: TangentModel) -> None:
+    def _check_loss(self, results: "Results", tangent: TangentModel) -> None:
         """Raise if the same weights compute something else, or have another loss, which may be a user's own."""
-        now = FunctionFingerprint.of(network, tangent.data)
         loss = tangent.model.total_loss(tangent.model.network_outputs)
-        before, *numbers = results.result("function", (), lambda: (loss, *([now.outputs, now.product] if now else [])))
-        difference = f"the loss of the data was {before:.6g}, and is {loss:.6g}"
-        same = abs(loss - before) <= 1e-3 * abs(before)  # a larger difference is not one of rounding
-        if same and now is not None:
-            difference = FunctionFingerprint(now.inputs, *numbers).difference(network)
-            same = difference is None
-        if not same:
+        before = results.result("loss", (), lambda: loss)
+        if not abs(loss - before) <= 1e-3 * abs(before):  # a larger difference is not one of rounding
             raise ValueError(
                 f"`{self._call}(checkpoint=...)`: {self._path} is of a model with these weights that computes "
-                f"something else: {difference}. Take the code of the model and of the likelihood as it was, or delete "
-                "the file to begin anew."
+                f"something else: the loss of the data was {before:.6g}, and is {loss:.6g}. Take the code of the model "
+                "and of the likelihood as it was, or delete the file to begin anew."
             )
 
 

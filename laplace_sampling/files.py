@@ -242,29 +242,11 @@ def check_target(target: Path, call: str) -> None:
     raise explained(error, f"`{call}`: {target} cannot be written: {error.strerror}.")
 
 
-class _UntilError:
-    """An open file that takes no more after an error, which torch would replace by one of its own."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.error = file, None
-
-    def write(self, data: Any) -> int:
-        if self.error is None:
-            try:
-                self.file.write(data)
-            except BaseException as error:
-                self.error = error
-        return len(data)
-
-    def flush(self) -> None:
-        pass
-
-
 def _save(state: dict[str, Any], file: IO[bytes]) -> None:
-    writer = _UntilError(file)
-    torch.save(state, cast(IO[bytes], writer))
-    if writer.error is not None:
-        raise writer.error
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # torch raises one of its own after that of the file
+        raise error.__context__ or error from None
 
 
 def _load(file: IO[bytes], name: str) -> Any:

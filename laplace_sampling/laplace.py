@@ -54,46 +54,48 @@ _NO_DATA = Data()
 class LinearisedLaplace:
     r"""Linearised Laplace approximation of a trained network, by posterior samples of its tangent model.
 
-    The network `f(w̄, x)` is replaced, for uncertainty only, by the Bayesian linear model `h(θ, x)` with features
-    `φ(x) = ∂f/∂w` at `w̄`; its Gaussian posterior has precision `H = M + A`, `M = Σᵢ φᵢᵀBᵢφᵢ`. The mean of a
-    prediction is the network's own output; its error bars are those of samples `φ(x) ζ_k`, `ζ_k ~ N(0, H⁻¹)`
+    For its uncertainty only, the network `f(w̄, x)` is replaced by the Bayesian linear model `h(θ, x)` with features
+    `φ(x) = ∂f/∂w` at `w̄`. The Gaussian posterior of this model has the precision `H = M + A`, `M = Σᵢ φᵢᵀBᵢφᵢ`. The
+    mean of a prediction is the network's own output. Its error bars are those of samples `φ(x) ζ_k`, `ζ_k ~ N(0, H⁻¹)`
     (Antorán, Padhy et al., ICLR 2023).
 
     Args:
-        model: the trained network. A fit copies it, and neither changes nor runs it: predictions are those of the fit.
+        model: the trained network. A fit copies it, and neither changes nor runs it. Predictions are those of the fit.
         likelihood: `"regression"` (Gaussian), `"classification"` (categorical), `"binary"` (Bernoulli, one or several
             outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
             dictionary of these, one for each head of a network that returns a dictionary.
-        prior: `"isotropic"`, `"g-prior"`, which does not depend on the scale of weights before a normalisation,
-            `"layerwise"`, or a `Prior`, which also sets where the fit of its precision starts.
-        parameters: which weights are random: `"last_layer"`; names or globs, with a leading `"!"` those that are not; a
-            predicate; masks by name, such as those of `largest_variance`; all trainable ones by default.
+        prior: `"isotropic"`; `"g-prior"`, which does not depend on the scale of weights before a normalisation;
+            `"layerwise"`; or a `Prior`, which also sets where the fit of its precision starts.
+        parameters: the weights to be uncertain about, by default all trainable ones. `"last_layer"`; names or globs,
+            where a leading `"!"` excludes; a function of name and tensor; or masks by name, such as those of
+            `largest_variance`.
         method: `"exact"`, dense algebra, for small problems; `"krylov"`, block Krylov on all data; `"stochastic"`,
             mini-batches, for many data; `"dual"`, conjugate gradients in observation space, for regressions; `"kfac"`
             and `"diagonal"`, which leave out correlations; `"subset"`, the full covariance of a part of the data;
             `"auto"` takes the best that the budget of a fit pays for (`plan`, `print`). Or a `Method` with settings of
             its own, such as `Krylov(max_memory=2e9)`.
-        num_samples: posterior samples for predictions, `K`; of standard deviations the relative error is `1/√(2K)`.
-        seed: of all randomness.
+        num_samples: the number of posterior samples, `K`. Standard deviations have a relative error of `1/√(2K)`.
+        seed: the seed of all random numbers.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
         process_group: processes of `torch.distributed` that share out the data of fits (`docs/distributed.md`). Each
-            makes the same calls, with a loader of all data; `predict` and `save` may be called by one alone.
+            makes the same calls, with a loader of all data. One of them alone may call `predict` and `save`.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
 
     Attributes:
-        prior_precision_: `α`, `[G]`, one a group of the prior.
+        prior_precision_: `α`, `[G]`, one for each group of the prior.
         prior_scale_: `s`, `[P]`, prior standard deviations of the weights at `α = 1`, all one without a g-prior.
         noise_precision_: `1/σ²` of predictions, a scalar or `[C]`; `None` unless the likelihood is Gaussian.
         effective_dimension_: `γ`, `[G]`: how many directions of weight space the data determine.
         converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
-        samples_: zero-mean posterior samples `ζ`, `[K, P]`.
-        mode_: mode `θ̄` of the linear model, `[P]`.
-        scale_, temperature_: predictions are of samples `√scale_ · ζ`; outputs are divided by the temperature.
-        calibration_: both, and log-likelihoods with error bars and without (`Calibration`).
-        history_: one `Step` a step of `fit_hyperparameters`; of an interrupted run those that it finished.
+        samples_: posterior samples `ζ` with mean zero, `[K, P]`.
+        mode_: the mode `θ̄` of the linear model, `[P]`.
+        scale_: `τ`: predictions use the samples `√τ ζ_k`.
+        temperature_: predictions divide the outputs by it.
+        calibration_: scale and temperature, with the log-likelihoods that they were chosen by (`Calibration`).
+        history_: one `Step` for each step of `fit_hyperparameters`. An interrupted fit has the steps that it finished.
 
     Example:
         >>> import torch
@@ -155,40 +157,43 @@ class LinearisedLaplace:
         callback: Callable[[Step], object] | None = None,
         checkpoint: FilePath | None = None,
     ) -> Self:
-        r"""Tune the prior precision, and the noise precision of a regression; draw the posterior.
+        r"""Find the prior precision, and the noise precision of a regression; then draw the posterior.
 
-        The loader may be shuffled; its batch size is what goes through the network at once, and changes no result.
+        The loader may be shuffled. Its batch size is what goes through the network at once, and changes no result.
 
         Args:
-            loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation. `x`
-                is a tensor, a tuple of positional or a dictionary of keyword arguments of the model. Mappings with
-                `labels` are taken as well.
-            val_loader: data that the network was not trained on, of the same form: for `criterion="validation"`.
-            data: weights or noise variances of the data, or how the batches of the loader are unpacked (`Data`).
-            criterion: what chooses the hyperparameters, by its name or as a `Criterion` with settings, such as
-                `Evidence(max_steps=20)`. `"auto"` is `"validation"` with a `val_loader`: `α` and a temperature, or the
-                noise, of the widest error bars that cost its data hardly anything; `"evidence"` for a regression and
-                several precisions, for factors of a regression the network's (`by_network_evidence`);
-                `"leave_one_out"` (`hyperparameters.rules`) for one label a datum, of at most 100 classes with ten
-                data each; `"self_consistency"` for other labels, and counts; else evidence. The evidence of a
-                classification makes error bars too wide for certain networks; a `CalibrationWarning` says so.
-            budget: training epochs, counted in operations, after which iterations stop; see `plan`. `None`: no limit.
-            tolerance: relative error of predicted standard deviations, `τ`. Where the prior decides, they go with
-                `α^{-1/2}`, so `log α` (and `log b`) is found to `2τ`: the search stops when it changes by less, or when
-                its standard error is less. Samples are solved for to the same `τ`, as `methods.method` derives;
-                the noise of `K` samples, `1/√(2K)`, comes on top.
-            warm_start: start from the posterior that is there, also of earlier weights, if any (`methods.problem`).
+            loader: pairs `(x, y)` from a `DataLoader`, a dataset, or a list of batches, without random augmentation.
+                `x` is a tensor, a tuple of positional arguments of the model, or a dictionary of keyword arguments. A
+                batch may also be a mapping with `labels`.
+            val_loader: data of the same form that the network was not trained on, for `criterion="validation"`.
+            data: weights or noise variances of the data, or how to unpack the batches of the loader (`Data`).
+            criterion: what chooses the hyperparameters: a name, or a `Criterion` with settings such as
+                `Evidence(max_steps=20)`. `"auto"` takes the first of these that is possible:
+
+                - `"validation"`, if there is a `val_loader`: `α` together with a temperature or the noise. It takes the
+                  widest error bars that hardly make the validation data less likely.
+                - `"leave_one_out"` for classifications with one label for each datum, ten data of each class and at
+                  most 100 classes; `"self_consistency"` for other labels and for counts.
+                - `"evidence"` for everything else, and for priors of several precisions. With `method="kfac"` or
+                  `"diagonal"` a regression takes the evidence of the network's own weights.
+
+                The evidence of a classification may give error bars that are too wide. A `CalibrationWarning` says so.
+            budget: iterations stop after this many training epochs, counted in operations (`plan`). `None` is no limit.
+            tolerance: `τ`, the relative error of predicted standard deviations, beside the noise `1/√(2K)` of `K`
+                samples. Where the prior decides, they are proportional to `α^{-1/2}`. So the search for `log α` (and
+                `log b`) stops when a step or its standard error is below `2τ`. Samples are solved for to the same `τ`.
+            warm_start: start from the present posterior, if there is one. It may be that of earlier weights.
             progress: show progress bars.
-            callback: called with each `Step`; in a fit that goes on, also with those that were there. It may raise
-                `StopFit`, which ends the fit, and keeps what was there.
-            checkpoint: a file that keeps what the fit has computed, so that the same call, with the same model and
-                data, goes on after its process was killed, to the same numbers (`docs/training_scripts.md`). It is
-                deleted when the fit is there.
+            callback: called with each `Step`. A fit that resumes from a checkpoint calls it for the earlier steps, too.
+                It may raise `StopFit`, which ends the fit and keeps the posterior that was there before.
+            checkpoint: a file that keeps what the fit has computed. If its process is killed, the same call with the
+                same model and data goes on from there, to the same numbers (`docs/training_scripts.md`). The file is
+                deleted when the fit is done.
 
         Raises:
             TypeError, ValueError, FloatingPointError: for data that do not fit the model or the likelihood, or that
-                cannot be read twice, for a `checkpoint` of another fit, and for a fit that ends with NaN or infinity.
-                What was fitted before is kept.
+                cannot be read twice; for a `checkpoint` of another fit; for a fit that ends with NaN or infinity. The
+                earlier posterior is kept.
             OSError: if the file of `checkpoint` cannot be read or written.
         """
         chosen = as_criterion(criterion)
@@ -228,7 +233,8 @@ class LinearisedLaplace:
     ) -> Self:
         """Draw the posterior at the precisions of the prior and of the noise that the constructor was given.
 
-        With `warm_start`, at those of the posterior that is there. Arguments are those of `fit_hyperparameters`.
+        With `warm_start` it takes the precisions of the present posterior. Arguments are those of
+        `fit_hyperparameters`.
         """
         check_positive("`fit(tolerance=...)`", tolerance)
         asked = {**Data.fields(data), "budget": budget, "tolerance": tolerance, "warm_start": warm_start}
@@ -257,10 +263,10 @@ class LinearisedLaplace:
     ) -> Plan:
         """What `fit_hyperparameters` will do with these data: method, training epochs, memory, and why; `print` it.
 
-        All data are read and go through the network once, and a few Jacobian products are made, whose operations are
-        counted. Nothing is fitted, and what was fitted before stays.
+        It reads all data, runs them through the network once, and counts the operations of a few Jacobian products. It
+        fits nothing, and an earlier posterior stays.
 
-        Arguments are those of `fit_hyperparameters`, and so are the errors; there is one also where no method can fit.
+        Arguments and errors are those of `fit_hyperparameters`. It is also an error if no method can fit.
         """
         batching, counts, max_rows = self.network.batching, dict(self.network.products), self.network.batching.max_rows
         try:
@@ -342,23 +348,24 @@ class LinearisedLaplace:
         noise_variances: Tensor | None = None,
         observed: bool = False,
     ) -> RegressionPrediction | Prediction:
-        r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs a datum and no VJP.
+        r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs for each datum and no VJP.
 
-        After an exact fit in observation space, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` itself, computed when
-        they are asked for, by `C` VJPs a datum; samples are there as well.
+        After an exact fit in observation space, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` without sampling noise.
+        They are computed on request, by `C` VJPs for each datum. Samples are there as well.
 
         Args:
-            x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments. Of no data,
-                `[0, ...]`, predictions have no rows.
+            x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments. With no
+                data, `[0, ...]`, predictions have no rows.
             num_samples: use only the first so many of `samples_`.
-            accuracy: use as few as give standard deviations a relative standard error of this, `1/√(2K)`.
+            accuracy: use the smallest number of samples whose standard deviations have this relative standard error,
+                `1/√(2K)`.
             noise_variances: `R` at these inputs, `[N]` or `[N, ...]`, if the noise is not the same everywhere.
-            observed: predict the measurements `T f(x)` rather than the outputs, where the likelihood has
+            observed: predict the measurements `T f(x)` instead of the outputs, where the likelihood has
                 `Gaussian(observe=T)`.
 
         Raises:
             NotFittedError: before a fit.
-            ValueError: for NaN in `x`, or if the weights of the model or what it computes have changed since the fit.
+            ValueError: for NaN in `x`, or if weights that the fit shares with the model have changed since.
         """
         posterior = (fitted := self._drawn("predict")).posterior
         num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
@@ -385,24 +392,24 @@ class LinearisedLaplace:
         data: Data = _NO_DATA,
         progress: bool = True,
     ) -> dict[str, Tensor]:
-        """Predictions of any number of data, batch by batch: by name one tensor of all of them, on the CPU.
+        """Predictions of any number of data, batch by batch: a dictionary of tensors of all data, on the CPU.
 
-        One batch and what is asked of it are in memory at a time, so the data may be larger. `"samples"` and
-        `"deviations"` are `[K, N, ...]`, everything else is `[N, ...]`, in the order of the loader.
+        Only one batch is in memory at a time, and what was asked for, so the data may be larger than memory.
+        `"samples"` and `"deviations"` are `[K, N, ...]`, everything else is `[N, ...]`, in the order of the loader.
 
         Args:
-            loader: of batches `(x, y)` or `x`; a `DataLoader`, a dataset, or any iterable. Targets are not looked at.
-                A mapping is `x` without its `labels`. A pair is always `(x, y)`: of a network that takes two tensors,
+            loader: batches `(x, y)` or `x` from a `DataLoader`, a dataset, or any iterable. Targets are not used. From
+                a mapping `labels` are left out. A pair is always `(x, y)`: for a network that takes two tensors,
                 batches without targets are `((a, b),)`.
             outputs: names of attributes of predictions, as for `to_module`.
+            data: how to unpack batches of another form, `Data(unpack=...)`. Their targets may be `None`.
             progress: show a progress bar.
-            data: how other batches are unpacked, `Data(unpack=...)`; targets may be `None`.
 
         Raises:
             NotFittedError: before a fit.
             TypeError: for batches of another form.
-            ValueError: for a name that predictions do not have; without a batch; as `predict`; for outputs whose shape
-                is not the same in all batches.
+            ValueError: for a name that predictions do not have; without a batch; as for `predict`; for outputs whose
+                shape is not the same in all batches.
         """
         data.check("predict_loader", "unpack")
         fitted = self._drawn("predict_loader")
@@ -424,30 +431,31 @@ class LinearisedLaplace:
     ) -> PosteriorModule:
         r"""The network with its error bars as one `nn.Module`, for `torch.export`, ONNX, `torch.compile` and servers.
 
-        `module(x)` is a dictionary of what `predict(x)` gives: probabilities, standard deviations and the like, for a
-        batch of any size. The network's weights and the samples are buffers of it, with scale, temperature and noise
-        inside; it knows neither training data nor this object.
+        `module(x)` is a dictionary of what `predict(x)` gives: probabilities, standard deviations and so on, for a
+        batch of any size. The network's weights and the samples are buffers of the module, and scale, temperature and
+        noise are inside it. It needs neither training data nor this object.
 
-        Of all weights it computes `f(w̄, x)` and `K` JVPs `φ(x) ζ_k` by forward derivatives of the operations that
-        `torch.export` takes the network apart into. Of a linear last layer (`parameters="last_layer"`) the rest of the
-        network, `module.program.body`, runs once and is not differentiated: it may be quantised, pruned or anything
-        else. Samples, and the covariance where `predict` has it in closed form, then take one product of matrices.
+        If all weights are random, the module computes `f(w̄, x)` and `K` JVPs `φ(x) ζ_k`, by the forward derivatives of
+        the operations into which `torch.export` takes the network apart. If only those of a linear last layer are
+        (`parameters="last_layer"`), the rest of the network, `module.program.body`, runs once and is not
+        differentiated: it may be quantised or pruned. Samples are then one product of matrices, and so is the
+        covariance where `predict` has it in closed form.
 
-        Variances of other posteriors are those of the samples. Where `predict` knows them without samples, as after a
-        fit by the exact method, a notice says which outputs differ by the noise of these, `1/√(2K)` of themselves.
+        Other variances are those of the samples. Where `predict` knows variances without samples, as after an exact
+        fit, a notice says which outputs of the module have the noise of samples, `1/√(2K)` of themselves.
 
         Args:
             num_samples: use only the first so many of `samples_`.
-            outputs: names of attributes of predictions, such as `"probs"`, `"mean"`, `"samples"`, `"entropy"`; by
-                default `"probs"` or `"mean"`, and `"stddev"` and `"epistemic"` where there are such.
+            outputs: names of attributes of predictions, such as `"probs"`, `"mean"`, `"samples"`, `"entropy"`. By
+                default `"probs"` or `"mean"`, and `"stddev"` and `"epistemic"` where predictions have them.
             example: inputs of `predict`, with which the network is traced and the module checked. By default the few
                 training data that the posterior keeps to recognise its network.
 
         Raises:
             NotFittedError: before a fit.
-            ValueError: for a name that predictions do not have; for a network that torch does not export, or with an
-                operation without a rule, named in the error; for one of several heads; if the module does not compute
-                what `predict` does; if an example is needed.
+            ValueError: for a name that predictions do not have; for a network of several heads; for a network that
+                torch does not export, or with an operation without a rule, which is named; if the module does not
+                compute what `predict` does; if an example is needed.
         """
         fitted = self._drawn("to_module")
         self._check_network("to_module")
@@ -457,21 +465,21 @@ class LinearisedLaplace:
 
     @solver_call
     def calibrate(self, val_loader: Iterable[Any], *, data: Data = _NO_DATA) -> Self:
-        """The fitted or loaded posterior with the scale that held-out data choose, without another solve.
+        """Choose the scale of the error bars by held-out data, without another solve.
 
-        Sets `scale_`, and with it in a classification the temperature of the outputs, `temperature_`, in a regression
-        the noise precision, `noise_precision_`, also one that was given, as `fit_hyperparameters(..., val_loader=...)`
-        does with the evidence; other likelihoods have a scale only. Whatever scale and temperature there were are
-        replaced. Samples and prior stay.
+        It sets `scale_`. For a classification it also sets the temperature of the outputs, `temperature_`, and for a
+        regression the noise precision, `noise_precision_`, even if that was given. Earlier values of these are
+        replaced. Samples and prior stay. `fit_hyperparameters(..., val_loader=..., criterion="evidence")` does this
+        after the fit.
 
         Args:
-            val_loader: data that the network was not trained on, of the form of the training data. Those of a
-                regression have the noise of data of weight one.
-            data: how the batches of the loader are unpacked, and the number of data of an `IterableDataset`.
+            val_loader: data that the network was not trained on, in the form of the training data. For a regression
+                their noise is that of data of weight one.
+            data: how to unpack the batches of the loader, and the number of data of an `IterableDataset`.
 
         Raises:
             NotFittedError, TypeError, ValueError: before a fit; as for `val_loader` in `fit_hyperparameters`; after a
-                fit with `noise_variances`; if the model has changed. The posterior stays what it was.
+                fit with `noise_variances`; if the model has changed. The posterior stays as it was.
         """
         fitted, held_out = self._held_out("calibrate", val_loader, data)
         with self.settings.processes.shared_call():
@@ -483,22 +491,22 @@ class LinearisedLaplace:
 
     @solver_call
     def calibrate_conformal(self, val_loader: Iterable[Any], *, data: Data = _NO_DATA) -> Self:
-        """Makes `interval` and `prediction_set` of predictions contain a share of the targets, whatever is wrong.
+        """Make `interval` and `prediction_set` of predictions contain the share of targets that they promise.
 
-        By split conformal prediction (`predictions.conformal`): the guarantee holds for new data of the same
-        distribution, on average over them, with any network and posterior. The data must be seen by nothing else:
-        neither by training nor by `fit_hyperparameters` or `calibrate`, whose `val_loader` are others.
+        It is split conformal prediction (`predictions.conformal`). For new data of the same distribution the guarantee
+        holds on average, with any network and any posterior. Nothing else may have used these data: neither the
+        training nor `fit_hyperparameters` or `calibrate`.
 
-        A later fit or `calibrate` takes it back. Files keep it.
+        A later fit or `calibrate` undoes it. Files keep it.
 
         Args:
-            val_loader: held-out data of the form of the training data.
-            data: how the batches of the loader are unpacked, and the number of data of an `IterableDataset`.
+            val_loader: held-out data in the form of the training data.
+            data: how to unpack the batches of the loader, and the number of data of an `IterableDataset`.
 
         Raises:
             NotFittedError: before a fit.
-            TypeError, ValueError: as in `calibrate`; for a likelihood other than of a regression or a classification;
-                for outputs whose shape is not the same for all data.
+            TypeError, ValueError: as in `calibrate`; for a likelihood that is neither a regression nor a
+                classification; for outputs whose shape is not the same for all data.
         """
         fitted, held_out = self._held_out("calibrate_conformal", val_loader, data)
         with self.settings.processes.shared_call():
@@ -528,13 +536,14 @@ class LinearisedLaplace:
 
     @solver_call
     def log_marginal_likelihood(self, at: str = "mode") -> MarginalLikelihood:
-        r"""`log p(y)` of the linear model at the fitted hyperparameters, a sum over the data, with its standard error.
+        r"""`log p(y)` of the linear model at the fitted hyperparameters, summed over the data, with its standard error.
 
-        With `at="network"` at the weights and outputs of the network; only that says how good it is, as `score` does.
+        `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`. The exact method computes the log determinant exactly,
+        others by stochastic Lanczos quadrature. For a loss that is not quadratic this is Laplace's approximation. It
+        does not contain what validation data chose (`scale_`, and the noise of predictions).
 
-        `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
-        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation. What validation
-        data chose (`scale_`, and the noise of predictions) has no part in it.
+        With `at="network"` it is taken at the weights and outputs of the network. Use that one, or `score`, to compare
+        networks.
         """
         if at not in ("mode", "network"):
             raise ValueError(f'`log_marginal_likelihood(at={at!r})` is not known; use "mode" or "network".')
@@ -550,12 +559,12 @@ class LinearisedLaplace:
     def evidence_path(self, decades: float = 3.0, num: int = 121) -> EvidenceCurves:
         """Effective dimension, norm of the mode and log marginal likelihood as functions of the prior precision.
 
-        The curvature is that at the fitted hyperparameters. Several precisions go up and down together; the axis is
-        their geometric mean over the weights.
+        The curvature is that at the fitted hyperparameters. If the prior has several precisions, they are multiplied by
+        one factor, and the axis is their geometric mean over the weights.
 
         Args:
-            decades: to both sides of the fitted precision.
-            num: points.
+            decades: how far the curves go to both sides of the fitted precision.
+            num: the number of points.
         """
         check_positive("`evidence_path(decades=...)`", decades, 12)
         check_whole("`evidence_path(num=...)`", num, 2)
@@ -568,10 +577,10 @@ class LinearisedLaplace:
     def leave_one_out(self) -> LeaveOneOut:
         r"""Each training datum predicted from all others, noise included, at the fitted hyperparameters.
 
-        `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum that have a target; `mean` and
-        `covariance` are those of the *linear model*, in the units of the targets. From the decomposition of an exact
-        fit, without fitting again (Rasmussen & Williams 2006, eq. 5.10–5.12); weights and features stay those of all
-        data.
+        `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum that have a target. `mean` and
+        `covariance` are those of the *linear model*, in the units of the targets. They come from the decomposition of
+        an exact fit, without another fit (Rasmussen & Williams 2006, eq. 5.10–5.12). Weights and features stay those of
+        all data.
 
         Raises:
             ValueError: if the fit is not by the exact method.
@@ -580,33 +589,32 @@ class LinearisedLaplace:
 
     @solver_call
     def score(self, kind: str = "evidence", *, num_data: int = 1000) -> Score:
-        r"""How good the network is, by its training data alone: in nats for each datum, larger for a better one.
+        r"""How good the network is, judged by its training data alone, in nats for each datum; larger is better.
 
-        Scores of networks of any architecture that were fitted to the same data can be compared; `compare` does.
-
-        A datum without a target does not count, and one with some missing counts as one datum.
+        Scores compare networks of any architecture that were fitted to the same data (`compare`). A datum without a
+        target does not count. A datum with some targets counts as one.
 
         - `"evidence"`: `log p(y)/N` by Laplace's approximation at the network's own weights and outputs, with the
-          precisions of prior and noise at their maximum. `log_marginal_likelihood()` is
-          that of the linear model at its mode, which ranks networks less well.
-        - `"loo"`: the mean of `log p(y_i | y_{−i})`, each datum predicted without it: around `f_i + V_i^{−i} ∂ℓ_i/∂f`,
-          where a Newton step from the network's output `f_i` ends, with the covariance
-          `V_i^{−i} = V_i (I − B_i V_i)⁻¹`; with the scale and temperature of predictions. It is exact for a linear
-          model with Gaussian noise at its minimum, and asks for a network that is at a minimum of the loss with weight
-          decay: the step is too long for others (`predictions.leave_one_out`). Covariances from few samples are too
-          noisy where a datum decides its own prediction: a `ConvergenceWarning` says so.
+          precisions of prior and noise at their maximum. `log_marginal_likelihood()` is that of the linear model at its
+          mode, which ranks networks less well.
+        - `"loo"`: the mean of `log p(y_i | y_{−i})`, each datum predicted without its target: around `f_i + V_i^{−i}
+          ∂ℓ_i/∂f`, where a Newton step from the network's output `f_i` ends, with the covariance `V_i^{−i} = V_i (I −
+          B_i V_i)⁻¹` and the scale and temperature of predictions. It is exact for a linear model with Gaussian noise
+          at its minimum. The network has to be at a minimum of the loss with weight decay; elsewhere the step is too
+          long (`predictions.leave_one_out`). If few samples make a covariance too noisy, a `ConvergenceWarning` says
+          so.
 
-        Neither sees that labels are learnt by heart: networks have seen them, and where they are certain of all of them
-        the curvature of the loss vanishes (`docs/decisions.md`). Held-out data do.
+        Neither score notices labels that a network has learnt by heart (`docs/decisions.md`); held-out data do.
 
         Args:
-            kind: which.
-            num_data: of `"loo"`, random training data that are left out, at most; they depend on the seed only. It
-                takes a JVP of each for every sample, or a VJP for every output where covariances are in closed form.
+            kind: `"evidence"` or `"loo"`.
+            num_data: for `"loo"`, the largest number of training data that are left out. They are random and depend on
+                the seed only. Each takes a JVP for every sample, or a VJP for every output where covariances have a
+                closed form.
 
         Raises:
             NotFittedError: before a fit, or for a posterior that was loaded without its data.
-            ValueError: for another kind; if no datum that is looked at has a target.
+            ValueError: for another kind; if none of the chosen data has a target.
         """
         if not isinstance(kind, str):
             raise TypeError(
@@ -626,9 +634,9 @@ class LinearisedLaplace:
 
     @solver_call
     def diagnose(self) -> Diagnosis:
-        """Checks solves, samples and hyperparameters of the last fit; `print` it for a table, and what to do.
+        """Checks of the solves, samples and hyperparameters of the last fit; `print` it for a table with advice.
 
-        The energies of the samples are tested against their distributions; see `predictions.diagnosis`.
+        The energies of the samples are compared with their distributions (`predictions.diagnosis`).
         """
         fit = self._require("diagnose").fit
         if fit is None or fit.sampled is None:
@@ -692,21 +700,21 @@ class LinearisedLaplace:
 
     @property
     def posterior_(self) -> Posterior:
-        """All that predictions need."""
+        """The posterior: prior, likelihood, samples or curvature, calibration and history."""
         return self._require("posterior_").posterior
 
     @property
     def epochs_(self) -> float:
-        """The cost of the fit, and of all that was asked of it since, in training epochs, counted in operations.
+        """What the fit, and everything that was computed from it since, has cost, in training epochs of operations.
 
-        NaN for a posterior that was loaded.
+        It is NaN for a posterior that was loaded.
         """
         fit = self._require("epochs_").fit
         return math.nan if fit is None else fit.task.budget.spent_with_later
 
     @property
     def stopped_(self) -> bool:
-        """Whether the last `fit_hyperparameters` did not come to its end, as by `StopFit`: the posterior is older."""
+        """Whether the last `fit_hyperparameters` ended early, as by `StopFit`: then the posterior is an older one."""
         return bool(self._unfinished)
 
     @property
@@ -742,23 +750,21 @@ class LinearisedLaplace:
     def state_dict(self, *, include_data: bool = True) -> dict[str, Any]:
         """All that predictions need, as nested dictionaries of tensors and plain values.
 
-        `torch.save` writes it, and `torch.load(..., weights_only=True)` reads it.
+        `torch.save` writes it, and `torch.load(..., weights_only=True)` reads it. It contains these data:
 
-        Of the data it holds
+        - the inputs of at most four training data. `load` compares by them whether a network computes what it did at
+          the fit, and `to_module` traces the network with them;
+        - after an exact fit in observation space all training data: inputs, targets, weights and noise variances.
+          Covariances are computed from them;
+        - after `calibrate_conformal` a score for each target of its data, without inputs and targets.
 
-        - the inputs of at most four training data, by which `load` sees whether a network computes what it did at the
-          fit, and `to_module` traces it;
-        - after an exact fit in observation space all training data, inputs, targets and their weights or noise
-          variances, of which its covariances are made;
-        - after `calibrate_conformal` the scores of its data, a number for each target, without inputs and targets.
-
-        All else is made of sums over the data.
+        Everything else is computed from sums over the data.
 
         Args:
-            include_data: with `False` it holds no inputs and targets. Then a network with the weights of the fit that
-                computes something else, as with another activation, is not refused; `to_module` needs `example=`; and
-                variances and covariances of an exact fit in observation space are those of its samples, which have a
-                relative error of `√(2/K)`, and its `sample`, evidence and leave-one-out need another fit.
+            include_data: with `False` it contains no inputs and targets. Then `load` does not notice a network with the
+                same weights that computes something else, as with another activation, and `to_module` needs `example=`.
+                After an exact fit in observation space variances and covariances are those of the samples, with a
+                relative error of `√(2/K)`, and `sample`, evidence and leave-one-out need another fit.
         """
         return self._state(include_data, "state_dict")
 
@@ -766,35 +772,35 @@ class LinearisedLaplace:
         """Take over a posterior from `state_dict`.
 
         Raises:
-            ValueError: if the state is damaged or incomplete, of a network with other weights or another function, of
-                another likelihood or another choice of parameters; what was fitted before is kept.
+            ValueError: if the state is damaged or incomplete; if it belongs to a network with other weights or another
+                function, to another likelihood or to another choice of parameters. The earlier posterior is kept.
         """
         self._take_over(state, "load_state_dict")
 
     def start_from(self, state: dict[str, Any]) -> None:
-        """Take over a posterior of the network as it was earlier in its training, for `warm_start=True` to start from.
+        """Take over a posterior of the network at an earlier time of its training, as the start of `warm_start=True`.
 
-        Nothing is predicted before the next fit, unless the network has the weights of that posterior.
+        It predicts nothing before the next fit, unless the network has the weights of that posterior.
 
         Args:
             state: from `state_dict`, whatever the weights of the network were then.
 
         Raises:
-            ValueError: if the state is damaged or incomplete, of another likelihood or another choice of parameters.
+            ValueError: if the state is damaged or incomplete, or belongs to another likelihood or choice of parameters.
         """
         posterior, self.settings = posterior_of(state, self.settings, self.network, "start_from", of_this_network=False)
         self._fitted, self._unfinished = Fitted(posterior, of_earlier_weights=True), ()
 
     def save(self, path: File, *, include_data: bool = True) -> None:
-        """Write `state_dict()` to a file, which holds some or all training data (see `state_dict`).
+        """Write `state_dict()` to a file. It contains some or all training data; `state_dict` says which.
 
-        It is written to a temporary file in the same folder, flushed to the disk, and put in the place of an older
-        file: whatever happens meanwhile, that one or the new one is there, and whole. A process that is killed may
-        leave the temporary file behind, which begins with a dot and ends in `.tmp`.
+        The state goes to a temporary file in the same folder, which takes the place of an older file when it is
+        complete. So there is always one whole file, the old one or the new one. A process that is killed may leave the
+        temporary file, whose name begins with a dot and ends in `.tmp`.
 
         Args:
-            path: of the file; or an open file in binary mode, which is written to as it is.
-            include_data: with `False` the file holds no inputs and targets, and less can be done with it, as there.
+            path: the path of the file, or an open file in binary mode, to which the state is written directly.
+            include_data: with `False` the file contains no inputs and targets, with the consequences in `state_dict`.
 
         Raises:
             NotFittedError: before a fit.
@@ -816,18 +822,19 @@ class LinearisedLaplace:
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
         Args:
-            path: of the file, or an open file in binary mode.
+            path: the path of the file, or an open file in binary mode.
             model: the network, with the weights that it had at the fit.
-            likelihood: needed only if the file does not hold it: if it was not one of the library's own, or one of
-                measurements, `Gaussian(observe=T)`.
-            prior: needed only if it is not one of the library's own.
-            method: needed only if it is not one of the library's own.
-            process_group: as in the constructor, for later fits; any number of processes may have saved the file.
+            likelihood: needed only if the file cannot contain it: a likelihood of your own, or one of measurements,
+                `Gaussian(observe=T)`.
+            prior: needed only for a prior of your own.
+            method: needed only for a method of your own.
+            process_group: as in the constructor, for later fits. Any number of processes may have saved the file.
 
         Raises:
             OSError: if the file cannot be opened.
-            ValueError: if it is damaged, of something else or of another version; if `model` has other weights than at
-                the fit, or computes another function of the data; if something has to be given.
+            ValueError: if the file is damaged, of another version, or no file of `save`; if `model` has other weights
+                than at the fit, or computes another function of the data; if likelihood, prior or method has to be
+                given.
         """
         state = read(path)
         arguments = arguments_of(state, likelihood=likelihood, prior=prior, method=method)

@@ -84,7 +84,7 @@ def prepare_with_held_out(
 
 def _check_alike(settings: Settings, network: Linearisation) -> None:
     """Raises if processes would come to other numbers, and so wait for each other."""
-    if network.shell.shards is not None:
+    if network.shell.mesh is not None:
         network.fingerprint()  # raises if buffers differ
     if settings.processes.size == 1:
         return
@@ -113,7 +113,7 @@ def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
     def gradient(batch: Tensor) -> None:
         others, passes = whole.names != network.names, 3  # a backward pass counts as two forward ones
         # Weights that processes share out would all be whole at once.
-        if network.shell.shards is None or not others:
+        if network.shell.mesh is None or not others:
             u = torch.ones(1, len(batch), features.num_outputs, dtype=network.dtype, device=network.device)
             try:
                 features.vjp(u, batch)

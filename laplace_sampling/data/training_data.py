@@ -110,10 +110,14 @@ class TrainingData:
         with randomness.use():
             source = source_of(loader, num_data, unpacking(unpack), processes, sampled_by or processes)
             check_repeatable(source, processes)
-            read = _Read(source, cache_bytes, missing)
+            targets, inputs = list[Any](), list[Any]()
+
+            def read() -> _Seen:
+                return _read(source, cache_bytes, missing, targets, inputs)
+
             # Of a dataset each process reads its part, of a stream the whole.
             of_dataset = isinstance(source, RandomAccess)
-            parts = processes.gathered(read.read) if of_dataset else [read.read()]
+            parts = processes.gathered(read) if of_dataset else [read()]
         seen = parts[0]
         for rank, other in enumerate(parts[1:], 1):
             seen.add(other, f"the data of process {rank}")
@@ -132,7 +136,7 @@ class TrainingData:
         self.part = processes.part(self.num_data)
         # A batch is of the same size however many processes there are.
         self.batch_size = min(source.batch_size, self.num_data) if of_dataset else seen.largest
-        own = _padded(read.targets or [seen.nothing[1]], seen.target_shapes, fill)
+        own = _padded(targets or [seen.nothing[1]], seen.target_shapes, fill)
         if of_dataset:
             self.targets = _of_all(own, self.num_data, processes)
         else:
@@ -140,9 +144,9 @@ class TrainingData:
             self.targets = own
         in_memory = self.part if of_dataset else range(self.num_data)
         self._inputs: Source | _InMemory = source
-        if read.inputs and not self.ragged:
+        if inputs and not self.ragged:
             others = source if len(in_memory) < self.num_data else None
-            self._inputs = _InMemory(concatenate(read.inputs), in_memory, others)
+            self._inputs = _InMemory(concatenate(inputs), in_memory, others)
         # What is in memory draws nothing any more.
         draws = isinstance(self._inputs, Source) or self._inputs.others is not None
         self._reading = randomness.use if draws and not source.in_memory else nullcontext
@@ -235,36 +239,28 @@ class _Seen:
         self.target_shapes |= other.target_shapes
 
 
-class _Read:
-    """The targets of a source, and its inputs if memory holds them."""
-
-    def __init__(self, source: Source, cache_bytes: float, missing: bool) -> None:
-        self.source, self.cache_bytes, self.missing = source, cache_bytes, missing
-        self.targets: list[Any] = []
-        self.inputs: list[Any] = []
-
-    def read(self) -> _Seen:
-        """Read and check all batches."""
-        source, seen, read_bytes = self.source, _Seen(), 0
-        for number, x, y in source.batches():
-            _check_finite(x, "inputs", number)
-            _check_finite(y, "targets", number, self.missing)
-            num = num_rows(x)
-            if num != num_rows(y):
-                raise ValueError(f"Batch {number} has {num} inputs and {num_rows(y)} targets.")
-            nothing = (take(x, slice(0)), take(y, slice(0)))
-            batch = _Seen(num, num, {_shapes_of(x)}, {_shapes_of(y)}, constants(x), nothing)
-            seen.add(batch, f"batch {number}")
-            self.targets.append(y)
-            read_bytes += num_bytes(x)
-            # Inputs that will be too large are not kept until they are.
-            expected = max(read_bytes, source.total_bytes(num_bytes(x) / max(num, 1)))
-            in_list = isinstance(source, Stream) and source.in_list
-            if in_list or (expected <= self.cache_bytes and not source.in_memory):
-                self.inputs.append(x)
-            else:
-                self.inputs.clear()
-        return seen
+def _read(source: Source, cache_bytes: float, missing: bool, targets: list[Any], inputs: list[Any]) -> _Seen:
+    """Read and check all batches, and append their targets, and their inputs if memory holds them."""
+    seen, read_bytes = _Seen(), 0
+    for number, x, y in source.batches():
+        _check_finite(x, "inputs", number)
+        _check_finite(y, "targets", number, missing)
+        num = num_rows(x)
+        if num != num_rows(y):
+            raise ValueError(f"Batch {number} has {num} inputs and {num_rows(y)} targets.")
+        nothing = (take(x, slice(0)), take(y, slice(0)))
+        batch = _Seen(num, num, {_shapes_of(x)}, {_shapes_of(y)}, constants(x), nothing)
+        seen.add(batch, f"batch {number}")
+        targets.append(y)
+        read_bytes += num_bytes(x)
+        # Inputs that will be too large are not kept until they are.
+        expected = max(read_bytes, source.total_bytes(num_bytes(x) / max(num, 1)))
+        in_list = isinstance(source, Stream) and source.in_list
+        if in_list or (expected <= cache_bytes and not source.in_memory):
+            inputs.append(x)
+        else:
+            inputs.clear()
+    return seen
 
 
 def _shapes_of(x: Any) -> tuple[torch.Size, ...]:

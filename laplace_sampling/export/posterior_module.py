@@ -83,7 +83,7 @@ class PosteriorModule(nn.Module):
         Raises:
             ValueError: for a network of several heads, and for one that cannot be traced.
         """
-        if network.shell.shards is not None:
+        if network.shell.mesh is not None:
             raise ValueError(
                 "`to_module` is for a model in one process, but `fully_shard` has shared out the weights of this one: "
                 "`save` the posterior, `load` it with the model with the full weights, and export that."

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from laplace_sampling.data.batches import arguments, batched, num_rows, read
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
+from laplace_sampling.networks.elementary_layers import group_norm, instance_norm, layer_norm
 from laplace_sampling.networks.tangents import Dual, pushed
 
 Tensors = dict[str, Tensor]
@@ -165,7 +166,7 @@ def tangent_program(module: nn.Module, state: Tensors, samples: dict[str, Float[
         with quietly(), torch.no_grad(), forward_mode_kernels(layers=False):
             sizes = batch_sizes(x)
             network = torch.export.export(_Network(module), (x,), dynamic_shapes=(sizes,), strict=False)
-            pushing = _Pushed(network.run_decompositions(), _aliases(module))
+            pushing = _Pushed(network.run_decompositions(_decompositions()), _aliases(module))
             fixed = tuple(tree_map(lambda _: None, tensors) for tensors in (state, samples))
             program = torch.export.export(pushing, (state, samples, x), dynamic_shapes=(*fixed, sizes), strict=False)
         return Program(program)
@@ -176,6 +177,28 @@ def tangent_program(module: nn.Module, state: Tensors, samples: dict[str, Float[
             "A batch of any size asks for `x.shape[0]` in place of `len(x)` in the network. "
             'A posterior of a linear last layer (`parameters="last_layer"`) takes any network.'
         ) from error
+
+
+def _decompositions() -> dict[Any, Callable]:
+    """How operations are taken apart: as torch does, and normalisations by the statistics of their inputs as well."""
+    aten = torch.ops.aten
+
+    # These return a mean and a scale as well, which nothing in a network takes: the output stands in their places.
+    def layer(x: Tensor, *args: Any) -> list[Tensor]:
+        return [layer_norm(x, *args)] * 3
+
+    def group(x: Tensor, weight: Any, bias: Any, N: int, C: int, size: int, groups: int, eps: float) -> list[Tensor]:
+        return [group_norm(x, groups, weight, bias, eps)] * 3
+
+    def instance(x: Tensor, weight: Any, bias: Any, *options: Any) -> list[Tensor]:
+        return [instance_norm(x, None, None, weight, bias, *options)] * 3  # instances come as `[1, N·C, ...]`
+
+    return {
+        **default_decompositions(),
+        aten.native_layer_norm.default: layer,
+        aten.native_group_norm.default: group,
+        aten._native_batch_norm_legit.no_stats: instance,
+    }
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:

@@ -16,10 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.gp.gram import transposed
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.linear_model import LinearModel, ModeObjective
+from laplace_sampling.linear_model.linear_model import ModeObjective
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.solvers.krylov import CG
@@ -42,45 +43,27 @@ class WhitenedGram(Operator):
         self.ggn, self.variance = ggn, variance.double()
 
     @property
-    def num_data(self) -> int:
-        return self.ggn.num_data
+    def like(self) -> GGN:
+        return self.ggn
 
     @property
     def size(self) -> int:
         return self.ggn.outputs.numel()
 
     @property
-    def device(self) -> torch.device:
-        return self.ggn.device
-
-    @property
     def dtype(self) -> torch.dtype:
         return torch.float64
 
+    @recorded
     def matmul(self, v: Float[Tensor, "K NC"], batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         # Few enough at a time for their stacks in weight space, which are larger by P/(N·C).
         parts = v.split(max(1, NUMBERS_TOGETHER // self.ggn.size))
-        return torch.cat([_product(self.ggn, self.variance, part) for part in parts])
-
-    def root_rows(self):
-        raise NotImplementedError("A `WhitenedGram` is known by its products only.")
+        return torch.cat([forward(self.ggn, self.variance * backward(self.ggn, part)) for part in parts])
 
 
-@recorded
-def _product(ggn: GGN, variance: Float[Tensor, " P"], u: Float[Tensor, "K NC"]) -> Float[Tensor, "K NC"]:
-    """`S u`."""
-    return forward(ggn, variance * backward(ggn, u))
-
-
-@recorded
 def backward(ggn: GGN, u: Float[Tensor, "K NC"]) -> Float[Tensor, "K P"]:
     """`ΦᵀL u`, in float64."""
-    rows = ggn.likelihood.root(ggn.outputs, u.reshape(-1, *ggn.outputs.shape), ggn.targets)
-    total = torch.zeros(len(u), ggn.size, dtype=torch.float64, device=ggn.device)
-    with ggn.features.summing(total):
-        for batch in ggn.features.own_chunks():
-            total += ggn.features.vjp(rows[:, batch].to(ggn.dtype), batch)
-    return total
+    return transposed(ggn.features, ggn.likelihood.root(ggn.outputs, u.reshape(-1, *ggn.outputs.shape), ggn.targets))
 
 
 @recorded
@@ -149,19 +132,6 @@ class DualCG(Sampler):
             error=found.error,
         )
 
-    def mode(self, model: LinearModel, prior: GaussianPrior) -> Minimum:
-        """The mode of a regression, in scaled coordinates."""
-        if not isinstance(model.likelihood, Gaussian):
-            raise TypeError(f"`DualCG` finds modes of a Gaussian likelihood, not of {model.likelihood.name!r}.")
-        ggn = model.ggn(model.offset)
-        targets = ggn.likelihood.root_transpose(ggn.outputs, model.residuals(model.offset)[None], ggn.targets).flatten(
-            1
-        )
-        solver = replace(self, tolerance=min(1e-4, self._MODE_ACCURACY * self.tolerance))
-        found = solver._solve(ggn, prior, targets, torch.zeros(1, ggn.size, dtype=torch.float64, device=ggn.device))
-        converged = bool((found.error <= solver.tolerance).all())
-        return Minimum(found.value, float(found.residual), found.passes, converged)
-
     def _solve(
         self, ggn: GGN, prior: GaussianPrior, target: Float[Tensor, "K NC"], centre: Float[Tensor, "K P"]
     ) -> "_Solved":
@@ -193,12 +163,17 @@ class DualCG(Sampler):
         raise NotImplementedError("`DualCG` samples, which takes the noise of the data, and finds modes.")
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        if not isinstance(objective, ModeObjective):
-            raise TypeError(f"`DualCG` finds modes of linear models, but got a {type(objective).__name__}.")
-        # A `ModeObjective` is in scaled coordinates: a group for each weight, of unit scale.
-        precision = objective.precision.double()
+        if not isinstance(objective, ModeObjective) or not isinstance(objective.model.likelihood, Gaussian):
+            raise TypeError("`DualCG` finds modes of linear models with a Gaussian likelihood.")
+        model, precision = objective.model, objective.precision.double()
+        ggn, residual = model.ggn(model.offset), model.residuals(model.offset)
+        target = ggn.likelihood.root_transpose(ggn.outputs, residual[None], ggn.targets).flatten(1)
+        # The objective is in scaled coordinates: each weight is a group, of unit scale.
         groups = torch.arange(len(precision), device=precision.device)
-        return self.mode(objective.model, GaussianPrior(precision, groups, torch.ones_like(precision), ()))
+        prior = GaussianPrior(precision, groups, torch.ones_like(precision), ())
+        solver = replace(self, tolerance=min(1e-4, self._MODE_ACCURACY * self.tolerance))
+        found = solver._solve(ggn, prior, target, torch.zeros_like(precision)[None])
+        return Minimum(found.value, float(found.residual), found.passes, bool((found.error <= solver.tolerance).all()))
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ class PeriodicFits:
         for metric in streams.values():
             metric.reset()
         # Those that share out the weights predict together, of the same data.
-        apart = la.network.shell.shards is None
+        apart = la.network.shell.mesh is None
         part = data.part if apart else range(data.num_data)
         num_data = 0
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):
@@ -307,45 +307,37 @@ def _tell(message: str) -> None:
 
 def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of the constructor, and of `fit_hyperparameters`."""
-    settings, fits = (
-        set(inspect.signature(call).parameters) - {"self", "model", "likelihood", *_OWN}
-        for call in (LinearisedLaplace.__init__, LinearisedLaplace.fit_hyperparameters)
-    )
-    if unknown := sorted(set(options) - settings - fits):
+    taken = inspect.signature(LinearisedLaplace).parameters
+    settings = {name: value for name, value in options.items() if name in taken}
+    fits = {name: value for name, value in options.items() if name not in taken}
+    known = set(inspect.signature(LinearisedLaplace.fit_hyperparameters).parameters)
+    if unknown := sorted({*fits} - known | {*options} & {*_OWN}):
         raise TypeError(f"{unknown} are no options of `LinearisedLaplace` or `fit_hyperparameters`.")
-    return (
-        {n: v for n, v in options.items() if n in settings},
-        {n: v for n, v in options.items() if n not in settings},
-    )
+    return settings, fits
 
 
 @contextmanager
 def _buffers_of_first(module: nn.Module, processes: Processes) -> Iterator[None]:
     """Inside, the buffers of all processes are those of the first, which trainers save."""
-    own = [buffer.detach().clone() for buffer in module.buffers()] if processes.size > 1 else []
-    if not own:
-        yield
-        return
-    in_memory = [buffer.cpu() for buffer in own]
+    buffers = list(module.buffers()) if processes.size > 1 else []
+    own = [buffer.detach().clone() for buffer in buffers]
     with processes.shared_call():
-        first = processes.first(lambda: in_memory)
+        first = processes.first(lambda: [buffer.cpu() for buffer in own]) if own else []
     try:
-        _fill_buffers(module, first)
+        _fill(buffers, first)
         yield
     finally:
-        _fill_buffers(module, own)
+        _fill(buffers, own)
 
 
 @torch.no_grad()
-def _fill_buffers(module: nn.Module, values: list[Tensor]) -> None:
-    for buffer, value in zip(module.buffers(), values, strict=True):
-        # One that stays as it is keeps its version, by which changes are noticed.
-        if not torch.equal(buffer, value.to(buffer.device)):
-            buffer.copy_(value)
+def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)
 
 
-# Arguments of `fit_hyperparameters` that are no options.
-_OWN = ("loader", "val_loader", "budget", "warm_start", "checkpoint")
+# Arguments that are no options.
+_OWN = ("model", "loader", "warm_start", "checkpoint")
 
 
 def _named(name: str, parts: Iterable[Any], values: Tensor) -> dict[str, float]:

@@ -44,7 +44,7 @@ class NetworkFeatures(Features):
 
     @property
     def collective(self) -> bool:
-        return self.processes.size > 1 and self.network.shell.shards is not None
+        return self.processes.size > 1 and self.network.shell.mesh is not None
 
     @property
     def counts(self) -> MutableMapping[str, int]:

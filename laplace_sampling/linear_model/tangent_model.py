@@ -179,7 +179,7 @@ def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatur
     """The features, and the outputs of the network, after checks of both."""
     first_batch = torch.arange(min(data.batch_size, data.num_data))
     own = torch.arange(data.part.start, data.part.stop)
-    if data.processes.size > 1 and network.shell.shards is not None:
+    if data.processes.size > 1 and network.shell.mesh is not None:
         batches = data.processes.even_pieces(own, data.num_data, data.batch_size)
     else:
         batches = list(own.split(data.batch_size)) if len(own) else []

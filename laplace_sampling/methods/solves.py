@@ -32,7 +32,7 @@ from laplace_sampling.methods.method import (
 from laplace_sampling.methods.problem import Estimate, Memory, Problem, fits_in_observation_space
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.sgd import SGD
-from laplace_sampling.solvers.solver import Minimum, Solver
+from laplace_sampling.solvers.solver import Solver
 from laplace_sampling.solvers.svrg import SVRG
 
 # Observations up to which the whole Gram matrix is decomposed for the hyperparameters. It takes C/2 + N·C/4 products at
@@ -323,9 +323,6 @@ class Dual(Solves):
     def tune_by_evidence(self, task: Task) -> Hyperparameters:
         """By the evidence itself where the Gram matrix is small; else by EM."""
         return _by_gram_matrix(task) if _has_small_gram(task) else super().tune_by_evidence(task)
-
-    def mode(self, task: Task, solver: Any, near: Tensor | None) -> Minimum:
-        return solver.mode(task.model, task.prior)
 
     def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
         return sampled.error, solver.tolerance

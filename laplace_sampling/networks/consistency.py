@@ -4,6 +4,9 @@ torch has derivatives that are wrong, and nothing says so. Forward mode is compa
 float64 before an error is raised: a unit of almost no input may be on in one pass and off in another.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +41,8 @@ def check_consistency(network: Linearisation, x: Any) -> None:
     """
     pair, counts = take(x, slice(0, 2)), dict(network.products)
     try:
-        problem = _confirmed(network, pair)
+        with _missing_derivatives_raise(network):
+            problem = _confirmed(network, pair)
         if isinstance(problem, _TwoJacobians) and network.lacking is None and _reverse_is_right(network, pair):
             network.take_two_pullbacks("differences of outputs are those of reverse mode", "a wrong forward derivative")
             problem = _confirmed(network, pair)
@@ -49,6 +53,21 @@ def check_consistency(network: Linearisation, x: Any) -> None:
         network.products.update(counts)
     if problem is not None:
         raise ValueError(problem)
+
+
+@contextmanager
+def _missing_derivatives_raise(network: Linearisation) -> Iterator[None]:
+    """An error where torch would take a derivative that it does not have for zero, as those of quantised layers."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*an autograd kernel was not registered")
+            yield
+    except UserWarning as warning:
+        model, operation = type(network.module).__name__, str(warning).split(": ")[0]
+        raise ValueError(
+            f"The outputs of {model} depend on random weights by `{operation}`, which torch does not differentiate. "
+            "Name weights after it with `parameters=`, or replace this operation."
+        ) from warning
 
 
 class _FailsOnFewData(Exception):
@@ -135,7 +154,7 @@ def _problem(network: Linearisation, x: Any) -> str | None:
 
 def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -> str | None:
     """Names the weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
-    if network.shell.shards is not None:
+    if network.shell.mesh is not None:
         return None  # weights that are shared out have no gradient outside of the hooks of FSDP
     with network.differentiating(layers=False):
         plain = network.shell.plain_gradient(x, u)
@@ -165,11 +184,12 @@ def _not_adjoint(
     forward, reverse = (u * pushed).sum((1, 2)), (v * pulled).sum(1)
     if _near(forward, reverse, pushed, allowed):
         return None
-    reason = _OTHER_DERIVATIVE if network.lacking is None else _LACKING.format(network.lacking)
+    reason = f": {network.lacking}" if network.lacking else ""
     return _TwoJacobians(
         f"The Jacobian products of {type(network.module).__name__} by forward and by reverse mode are not of the same "
         f"Jacobian: ⟨u, φv⟩ = {float(forward[0]):.6g}, but ⟨φᵀu, v⟩ = {float(reverse[0]):.6g} for random u and v. "
-        f"{reason} Replace it, or choose weights after it with `parameters=`."
+        "Some operation has another derivative in one of them, as by a custom `autograd.Function`, a gradient hook or "
+        f"numpy{reason}. Replace it, or choose weights after it with `parameters=`."
     )
 
 
@@ -180,16 +200,9 @@ _INDEPENDENT = (
 )
 _MISSED = (
     "{} does not take the weights {} from where they are registered: `torch.autograd.grad` of the model has another "
-    "derivative in them than Jacobian products, as where a function of autograd runs a part of the model again in its "
-    "backward pass (`torchdiffeq.odeint_adjoint`, reversible layers), or where a closure or a view holds a weight. "
-    "Compute all from the registered parameters (`odeint`), or choose weights after that with `parameters=`."
-)
-_OTHER_DERIVATIVE = (
-    "Some operation has another derivative in one of them, as by a custom `autograd.Function` or a gradient hook."
-)
-_LACKING = (
-    "An operation has no forward derivative, and its reverse one cannot be differentiated in its place, as where it "
-    "is `once_differentiable` or goes through numpy: {}."
+    "derivative in them, as where a backward pass runs a part of the model again (`torchdiffeq.odeint_adjoint`), or a "
+    "closure or a view holds a weight. Compute all from the registered parameters (`odeint`), or choose weights after "
+    "that with `parameters=`."
 )
 
 

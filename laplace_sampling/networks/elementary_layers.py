@@ -238,7 +238,7 @@ def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     # A group of channels is normalised as a layer.
-    grouped = input.reshape(len(input), num_groups, -1)
+    grouped = input.reshape(input.shape[0], num_groups, -1)  # `len` would fix the size of exported batches
     scaled = layer_norm(grouped, grouped.shape[-1:], eps=eps).reshape(input.shape)
     channels = (1, -1, *[1] * (input.dim() - 2))
     scaled = scaled if weight is None else scaled * weight.reshape(channels)

@@ -25,7 +25,7 @@ from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.branches import by_branch
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.shell import HALF, Shell, Weights
-from laplace_sampling.networks.stacked_tangents import StackedTangents
+from laplace_sampling.networks.stacked_tangents import is_product, stacked
 
 Function = Callable[[Weights], Tensor]
 
@@ -71,8 +71,9 @@ class JacobianProducts:
         self.module, self.batching = module, batching
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
-        self._checked, self.rows_are_right, self._dual_works = False, False, True
-        self._stacks = StackedTangents()
+        self.rows_are_right, self._dual_works = False, True
+        # Whether stacked tangents work, by the names of the random weights.
+        self._stacks: dict[tuple[str, ...], bool] = {}
         self.lacking: str | None = None
 
     def push(
@@ -114,10 +115,23 @@ class JacobianProducts:
         ) from errors[0]
 
     def _push_stacked(self, f: Function, weights: Weights, tangents: Weights, largest: float) -> Tensor | None:
-        like = next(iter(tangents.values()))
-        if len(like) == 1 or self._pushes[0] != self._push_together:
+        """By stacked tangents; `None` where they fail, or are other than those of `jvp` in the first product."""
+        key, like = tuple(weights), next(iter(tangents.values()))
+        if len(like) == 1 or self._pushes[0] != self._push_together or not self._stacks.get(key, True):
             return None
-        return self._stacks.push(f, weights, tangents, self.batching.vectors_together(len(like), like.device, largest))
+        together, product = self.batching.vectors_together(len(like), like.device, largest), None
+        try:
+            product = stacked(f, weights, tangents, together)
+            works = self._stacks.get(key)
+            if works is None:
+                works = is_product(product[0], f, weights, {name: t[0] for name, t in tangents.items()})
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # rules meet calls of all kinds; an error of the network itself comes again in the next way
+            works = False
+        if works is not None:
+            self._stacks[key] = works
+        return product if works else None
 
     def _settle_on(self, way: Callable, error: Exception) -> None:
         """Drops the ways before this one, and says why."""
@@ -187,11 +201,8 @@ class JacobianProducts:
             largest: bytes of the largest tensor that the network makes.
 
         Raises:
-            ValueError: if the outputs depend on none of the weights, or on some by what torch does not differentiate.
+            ValueError: if the outputs depend on none of the weights.
         """
-        if not self._checked:
-            self._check_derivatives(outputs)
-            self._checked = True
         if not outputs.requires_grad:
             raise ValueError(
                 f"The outputs of {type(self.module).__name__} depend on none of the random weights by operations that "
@@ -217,27 +228,6 @@ class JacobianProducts:
                 self._pulls_together = False
             for u in part:
                 yield [None if g is None else g[None] for g in gradients(u)]
-
-    def _check_derivatives(self, outputs: Tensor) -> None:
-        """Raises where torch takes a derivative that it does not have for zero, as those of quantised layers."""
-        # torch marks an operation without a derivative by a node of the graph that warns when it is run.
-        nodes, visited = [outputs.grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in visited:
-                continue
-            if node.name().endswith("WarnNotImplemented"):
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    node(None)  # torch warns, and names the operation  # pyright: ignore
-                operation = str(caught[0].message).split(": ")[0]
-                raise ValueError(
-                    f"The outputs of {type(self.module).__name__} depend on random weights by `{operation}`, which "
-                    "torch does not differentiate: it would take the derivative for zero. Name weights after it with "
-                    "`parameters=`, or replace this operation."
-                )
-            visited.add(node)
-            nodes += [inputs for inputs, _ in node.next_functions]
 
     def push_and_pull(
         self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], largest: float
@@ -303,7 +293,7 @@ def rows_of_each_datum(
 ) -> Tensor:
     """`φ(x_n)ᵀ u_n`, `[N, P]`; without `u` the Jacobians `φ(x_n)`, `[N, C, P]`."""
     weights, num = shell.random(), num_rows(x)
-    ways.rows_are_right |= shell.shards is not None  # processes that share out the weights must agree
+    ways.rows_are_right |= shell.mesh is not None  # processes that share out the weights must agree
     tensors, rebuild = batched(x)
     if u is not None:
         tensors = [*tensors, u.to(shell.dtype)]

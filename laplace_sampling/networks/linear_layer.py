@@ -24,10 +24,11 @@ class LinearLayer(Linearisation):
     def fits(module: nn.Module, names: list[str], z: Any) -> bool:
         """Whether a module is such a layer, with these random weights, and `z` such inputs."""
         plain = type(module) is nn.Linear and not nn.utils.parametrize.is_parametrized(module)
-        if not (plain and names == [name for name, _ in module.named_parameters()] and _is_matrix(z)):
+        if not (plain and names == [name for name, _ in module.named_parameters()]):
             return False
         # Vectors of a layer in half precision are in float32, and so is not what it multiplies.
-        return z.dtype == module.weight.dtype and z.dtype not in HALF
+        matrix = isinstance(z, Tensor) and z.dim() == 2
+        return matrix and z.dtype == module.weight.dtype and z.dtype not in HALF
 
     @property
     def num_inputs(self) -> int:
@@ -59,8 +60,6 @@ class LinearLayer(Linearisation):
 
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
         """As `Linearisation` does."""
-        if graph or not _is_matrix(x):
-            return super().jvp(x, v, graph=graph)
         self._check_width(v, "jvp")
         num, num_data = v.shape[0], x.shape[0]
         self.products["jvp"] += num * num_data
@@ -72,8 +71,6 @@ class LinearLayer(Linearisation):
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """As `Linearisation` does."""
-        if graph or not _is_matrix(x):
-            return super().vjp(x, u, graph=graph)
         self.products["vjp"] += len(u) * len(x)
         u = u.reshape(len(u), len(x), -1)
         weight = (u.movedim(1, 2).flatten(0, 1) @ x).reshape(len(u), -1)
@@ -85,8 +82,6 @@ class LinearLayer(Linearisation):
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """As `Linearisation` does."""
-        if not _is_matrix(x):
-            return super().vjp_each(x, u)
         self.products["vjp"] += len(x)
         u = u.reshape(len(x), -1)
         weight = (u[:, :, None] * x[:, None]).flatten(1)
@@ -94,14 +89,8 @@ class LinearLayer(Linearisation):
 
     def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
         """As `Linearisation` does."""
-        if graph or not _is_matrix(x):
-            return super().jacobian(x, graph=graph)
         index, rows = self.index, x.new_zeros(len(x), self.shapes["weight"][0], self.num_parameters)
         self.products["vjp"] += len(x) * len(index)
         for c, positions in enumerate(index):
             rows[:, c, positions] = self.extended(x)
         return rows
-
-
-def _is_matrix(z: Any) -> bool:
-    return isinstance(z, Tensor) and z.dim() == 2

@@ -10,10 +10,10 @@ All processes run the same code, so that they gather together.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +42,6 @@ def whole(tensor: Any, requires_grad: bool = False) -> Tensor:
         return tensor.full_tensor().contiguous().requires_grad_(requires_grad)
 
 
-def mesh_of(tensors: Iterable[Any]) -> Any:
-    """The mesh of the first DTensor among some tensors; `None` if there is none."""
-    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
-
-
 def reshard(module: nn.Module) -> None:
     """Drops the weights that a forward pass without a backward one has left whole, as FSDP does before a next step."""
     for part in module.modules():
@@ -67,72 +62,38 @@ def agreed(value: int, mesh: Any) -> int:
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-class Shards:
-    """The parameters of a module that `fully_shard` has shared out.
+@contextmanager
+def gathering(module: nn.Module, random: Container[str]) -> Iterator[None]:
+    """Blocks inside gather their weights while they run.
 
-    Blocks are the parts to which `fully_shard` was applied, and the module itself: each gathers those of its parameters
-    that are not of a block inside.
+    Blocks are the parts to which `fully_shard` was applied, and the module itself: each gathers those of its weights
+    that are not of a block inside. What an error in the network leaves whole, the caller puts back.
 
     Args:
-        module: of which.
+        module: a private copy.
         random: the names of the weights that are random.
     """
+    leaves = {id(p) for name, p in module.named_parameters() if name in random}
 
-    def __init__(self, module: nn.Module, random: Iterable[str]) -> None:
-        self.module, self.names = module, frozenset(random)
-        self._gathered = dict[nn.Module, list[tuple[dict[str, Any], str, Any]]]()
-        self._random: dict[str, Tensor] | None = None
-        self._depth = 0
-
-    @classmethod
-    def of(cls, module: nn.Module, random: Iterable[str]) -> Self | None:
-        """`None` for a module without such parameters."""
-        return cls(module, random) if any(hasattr(part, MANAGED) for part in module.modules()) else None
-
-    def random(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The random weights, whole; gathered once for each product."""
-        if self._random is None or list(self._random) != list(parameters):
-            gathered = {name: whole(parameter) for name, parameter in parameters.items()}
-            if not self._depth:
-                return gathered
-            self._random = gathered
-        return {name: weight.detach() for name, weight in self._random.items()}
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Blocks inside gather their parameters while they run."""
-        with ExitStack() as stack:
-            random = {id(p) for name, p in self.module.named_parameters() if name in self.names}
-            for block, parts in _blocks(self.module).items():
-                gather, drop = partial(self._gather, parts, random), self._drop
-                stack.callback(block.register_forward_pre_hook(gather, prepend=True).remove)
-                stack.callback(block.register_forward_hook(drop).remove)
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                for block in list(self._gathered):  # after an error in the network
-                    self._drop(block)
-                if not self._depth:
-                    self._random = None
-
-    def _gather(self, parts: list[nn.Module], random: set[int], block: nn.Module, inputs: Any) -> None:
-        """Before the forward of a block."""
-        tensors, places = dict[int, Tensor](), self._gathered.setdefault(block, [])
+    def gather(kept: list[Any], parts: list[nn.Module], *_: Any) -> None:
         for own in (part._parameters for part in parts):
             for name, parameter in own.items():
                 if is_dtensor(parameter):
-                    if id(parameter) not in tensors:
-                        # Checkpoints run a part of the network again, where random weights must have a graph.
-                        tensors[id(parameter)] = whole(parameter, id(parameter) in random)
-                    places.append((own, name, parameter))
-                    own[name] = cast(nn.Parameter, tensors[id(parameter)])
+                    kept.append((own, name, parameter))
+                    # Checkpoints run a part of the network again, where random weights must have a graph.
+                    own[name] = cast(nn.Parameter, whole(parameter, id(parameter) in leaves))
 
-    def _drop(self, block: nn.Module, inputs: Any = None, output: Any = None) -> None:
-        """After the forward of a block."""
-        for own, name, parameter in self._gathered.pop(block, []):
+    def drop(kept: list[Any], *_: Any) -> None:
+        while kept:
+            own, name, parameter = kept.pop()
             own[name] = parameter
+
+    with ExitStack() as hooks:
+        for block, parts in _blocks(module).items():
+            kept = list[Any]()
+            hooks.callback(block.register_forward_pre_hook(partial(gather, kept, parts), prepend=True).remove)
+            hooks.callback(block.register_forward_hook(partial(drop, kept)).remove)
+        yield
 
 
 def is_fsdp(part: nn.Module) -> bool:

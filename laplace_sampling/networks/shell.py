@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -22,7 +22,7 @@ from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, 
 from laplace_sampling.networks.batching import cpu_out_of_memory
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.private_copy import own_parameter, private_copy, shared_parameter
-from laplace_sampling.networks.sharded import Shards, agreed, mesh_of, reshard, whole
+from laplace_sampling.networks.sharded import agreed, gathering, is_dtensor, reshard, whole
 from laplace_sampling.networks.solving import LOCK, exclusive
 
 Weights = dict[str, Tensor]
@@ -42,7 +42,7 @@ class Shell:
         module: the copy of the network, which only this library enters.
         source: the network itself.
         shapes, sizes: of the random weights; of complex ones as pairs of real numbers, `[..., 2]`.
-        shards: of a module that `fully_shard` has shared out over processes, else `None`.
+        mesh: of the processes over which `fully_shard` has shared out the weights, else `None`.
 
     Raises:
         ValueError: for an `autocast` that is not narrower than the weights; for names that the network does not have.
@@ -77,7 +77,7 @@ class Shell:
         self._complex = [name for name in names if parameters[name].is_complex()]
         self.shapes = {name: real_shape(parameters[name]) for name in names}
         self.sizes = [shape.numel() for shape in self.shapes.values()]
-        self.shards = Shards.of(module, names)
+        self.mesh: Any = next((p.device_mesh for p in cast(dict[str, Any], parameters).values() if is_dtensor(p)), None)
         self._look()
 
     def _look(self) -> None:
@@ -182,10 +182,7 @@ class Shell:
         with LOCK:
             found = {name: own[key] for own, key, name in self._places}
             weights = {name: found[name] for name in self.names}
-        if self.shards is None:
-            weights = {name: _plain(w.detach()) for name, w in weights.items()}
-        else:
-            weights = self.shards.random(weights)
+        weights = {name: _plain(whole(w)) for name, w in weights.items()}
         return weights | {name: torch.view_as_real(weights[name].resolve_conj()) for name in self._complex}
 
     def leaves(self) -> Weights:
@@ -228,7 +225,7 @@ class Shell:
         """The copy for one product: other threads wait, and what passes have left behind in it is taken away."""
         with exclusive:
             try:
-                with _eager(), nullcontext() if self.shards is None else self.shards.opened():
+                with _eager(), nullcontext() if self.mesh is None else gathering(self.module, self.names):
                     yield
             finally:
                 # Hooks of weight normalisation leave differentiated weights as attributes, and caches hold what has a
@@ -295,11 +292,9 @@ class Shell:
             with cpu_out_of_memory:
                 output, layout = read(self.module(*args, **kwargs), num_rows(x))
                 return as_plain(output), layout
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            explained = self._explained(error, x)
-            if explained is error:
-                raise
-            raise explained from error
+        except Exception as error:
+            self._explain(error, x)
+            raise
 
     def plain_gradient(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, " Q"]:
         """`Σ_n φ(x_n)ᵀ u_n` in all elements of the parameters that have random weights, with the copy's own weights.
@@ -334,30 +329,26 @@ class Shell:
         narrow = dtype in HALF
         return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
 
-    def _explained(self, error: Exception, x: Any) -> Exception:
-        """An error of torch in the network with what it is of, and what the user can do; one of its own as it is."""
+    def _explain(self, error: Exception, x: Any) -> None:
+        """Adds to an error of torch in the network on what it failed, and what a user can do."""
         name = type(self.module).__name__
         if "does not require grad" in str(error):
-            return RuntimeError(
-                f"{name} differentiates in its forward, which is run under "
-                f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
-                "and call `requires_grad_()` there on what it differentiates in."
+            error.add_note(
+                f"{name} differentiates in its forward, which is run under `torch.no_grad()`. Put "
+                "`with torch.enable_grad():` around that part of it, and call `requires_grad_()` there on what it "
+                "differentiates in."
             )
-        if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
-            return error
-        own, tensors = {p.dtype for p in self.module.parameters()}, batched(x)[0]
-        given = ", ".join(f"{list(t.shape)} in {t.dtype}" for t in tensors)
-        of_types = {t.dtype for t in tensors} != {self.module_dtype} and "type" in str(error)
-        advice = f" Convert inputs, as by `x.to({self.module_dtype})` (numbers of numpy are in float64), or the model."
-        kind = TypeError if of_types or isinstance(error, TypeError) else ValueError
-        return kind(
-            f"{name}, whose weights are in {' and '.join(sorted(map(str, own)))}, fails on inputs of shape {given}. "
-            f"torch says: {error}{advice if of_types or len(own) > 1 else ''}"
-        )
+        elif _is_of_torch(error):
+            own = " and ".join(sorted({str(p.dtype) for p in self.module.parameters()}))
+            given = ", ".join(f"{list(t.shape)} in {t.dtype}" for t in batched(x)[0])
+            error.add_note(
+                f"{name}, whose weights are in {own}, fails on inputs of shape {given}. Inputs in "
+                f"another precision are converted by `x.to({self.module_dtype})`; numbers of numpy are in float64."
+            )
 
     def least(self, value: float) -> float:
         """The smallest value that a process has, of those that share out the weights; they take the same decisions."""
-        return value if self.shards is None else agreed(int(value), mesh_of(self.module.parameters()))
+        return value if self.mesh is None else agreed(int(value), self.mesh)
 
     def fingerprint(self) -> Tensor:
         """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted.
@@ -368,8 +359,8 @@ class Shell:
         with LOCK:
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
             found = digest((name, whole(tensor)) for name, tensor in tensors)
-        number, mesh = int.from_bytes(found[:4]), mesh_of(tensor for _, tensor in tensors)
-        if not agreed(agreed(number, mesh) == number, mesh):
+        number = int.from_bytes(found[:4])
+        if not agreed(agreed(number, self.mesh) == number, self.mesh):
             raise ValueError(
                 f"The processes that share out {type(self.module).__name__} have other buffers, such as statistics of "
                 "batch normalisation: send those of one process to all, by `torch.distributed.broadcast`."

@@ -123,10 +123,6 @@ def solver_call(call: Callable[Arguments, Result]) -> Callable[Arguments, Result
     @wraps(call)
     def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(
-                msg="Calls of laplace_sampling are not compiled, since they differentiate the network themselves: call "
-                "them outside of the compiled function, or compile it with `fullgraph=False`."
-            )
             return _eagerly(wrapper, *args, **kwargs)
         with solving():
             return call(*args, **kwargs)

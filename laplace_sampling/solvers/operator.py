@@ -63,9 +63,9 @@ class Operator(ABC):
         """`M` in full, in float64, where it is held for whoever asks again."""
         return None
 
-    @abstractmethod
     def root_rows(self) -> Iterator[Float[Tensor, "m P"]]:
         """Blocks of rows of a matrix `R` with `RᵀR = M`: for dense algebra only."""
+        raise NotImplementedError(f"{type(self).__name__} has no `root_rows`.")
 
 
 @dataclass(frozen=True)

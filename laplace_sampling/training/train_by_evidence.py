@@ -145,7 +145,6 @@ def train_by_evidence(
     optimiser: Optimizer,
     *,
     epochs: int,
-    burn_in: int | None = None,
     every: int = 5,
     prior: str | Prior = "layerwise",
     parameters: Subset = None,
@@ -185,9 +184,8 @@ def train_by_evidence(
         loader: batches of training data, as in `fit_hyperparameters`.
         optimiser: of the parameters of the model, without a weight decay of its own.
         epochs: of training.
-        burn_in: epochs before the first update, until which the precisions are those of `prior` and `likelihood`; by
-            default as many as `every`, as weights that have not grown yet ask for too much decay.
-        every: epochs between updates; the last epoch ends with one in any case.
+        every: epochs between updates, and before the first one, until which the precisions are those of `prior` and
+            `likelihood`; the last epoch ends with an update in any case.
         prior: `"layerwise"`, `"isotropic"`, or one of these with the precisions to start from.
         parameters: which weights have the prior, and so weight decay: names, globs (`"!*Norm*.*"`) or a predicate; all
             trainable ones by default. The others are trained without.
@@ -216,14 +214,8 @@ def train_by_evidence(
         >>> round(result.best_.noise_precision ** -0.5, 1)
         0.1
     """
-    for name, value in (("epochs", epochs), ("burn_in", burn_in or 1), ("every", every)):
+    for name, value in (("epochs", epochs), ("every", every)):
         check_whole(f"`train_by_evidence({name}=...)`", value, 1)
-    burn_in = min(every, epochs) if burn_in is None else burn_in
-    if not 0 < burn_in <= epochs:
-        raise ValueError(
-            f"`train_by_evidence(burn_in={burn_in})` must be from 1 to `epochs={epochs}`, for something to be trained "
-            "with precisions of the evidence."
-        )
     settings = _settings_of(likelihood, prior, parameters, method, seed)
     network = _linearised(settings, model)
     _check_optimiser(optimiser, network)
@@ -246,7 +238,7 @@ def train_by_evidence(
                 _step(model, network, optimiser, x, y, settings.likelihood, decay)
             if scheduler is not None:
                 scheduler.step()
-            if epoch != epochs and (epoch < burn_in or (epoch - burn_in) % every):
+            if epoch != epochs and epoch % every:
                 continue
             network = network.renewed()
             update = _update_at(

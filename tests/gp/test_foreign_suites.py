@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling.gp.linear_operators import LinearOperator, settings
-from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentKernel
-from laplace_sampling.gp.tangent_operator import TangentKernelOperator
+from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentKernel, TangentKernelOperator
 from laplace_sampling.networks.linearisation import Linearisation
 
 with warnings.catch_warnings():

@@ -17,8 +17,7 @@ from laplace_sampling import LinearisedLaplace
 from laplace_sampling.gp import tangent_kernel
 from laplace_sampling.gp.linear_operators import gpytorch, settings
 from laplace_sampling.gp.posterior import GramPosterior
-from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel
-from laplace_sampling.gp.tangent_operator import TangentKernelOperator
+from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel, TangentKernelOperator
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior

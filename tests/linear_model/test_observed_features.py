@@ -67,7 +67,7 @@ def test_the_dual_methods_and_weight_space_agree() -> None:
     theta = torch.linalg.solve(H, 3.0 * rows.T @ residual)
     exact = GramPosterior.of(observed, prior)
     assert_close(exact.mode_weights(), theta, **CLOSE)
-    assert_close(DualCG(1e-9).mode(observed, prior).value[0], theta, **CLOSE)
+    assert_close(linear_model_mode(observed, prior, DualCG(1e-9)).value[0], theta, **CLOSE)
     assert_close(linear_model_mode(observed, prior, Dense()).value[0], theta, **CLOSE)
     covariance = GramCovariance(exact, features_at(Linearisation(case.model), case.x[:1]))
     image = J[0]

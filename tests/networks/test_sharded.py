@@ -220,7 +220,7 @@ def _measures_memory() -> None:
     late = 2 * max(plain.values())
     for parameters in ("*lora*", "first.*"):
         network = Linearisation(_sharded(Network(5)), parameters)
-        assert network.shell.shards is not None
+        assert network.shell.mesh is not None
         frozen = {name: size for name, size in plain.items() if name not in network.names}
         block = sum(size for name, size in frozen.items() if name.startswith("blocks.0."))
         around = sum(size for name, size in frozen.items() if not name.startswith("blocks."))

@@ -1,13 +1,14 @@
 """The module is not changed; half precision, autocast and TF32."""
 
 import copy
+import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from cases import FEW_CASES, Case, make_case
 from flat_settings import laplace_of
-from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace
@@ -39,50 +40,6 @@ def test_outputs_are_the_networks_own_bit_for_bit(case: Case) -> None:
         assert torch.equal(output, read(case.model.eval()(case.x), len(case.x))[0])
 
 
-@pytest.mark.parametrize("case", ["conv_batch_norm", "attention", "multi_task"], indirect=True)
-def test_module_is_untouched(case: Case) -> None:
-    case.model.train()
-    case.model.get_submodule("").register_forward_hook(lambda module, args, output: None)
-    next(iter(case.model.parameters())).grad = torch.ones_like(next(iter(case.model.parameters())))
-    network = Linearisation(case.model)
-    before = snapshot(case.model)
-    f = network(case.x)
-    network.jvp(case.x, random(2, network.num_parameters))
-    network.vjp(case.x, random(2, len(case.x), f[0].numel()))
-    network.jacobian(case.x)
-    assert_unchanged(case.model, before)
-
-
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
-        self.fail = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x)
-        if self.fail:
-            raise RuntimeError("inside forward")
-        return h
-
-
-@pytest.mark.parametrize("call", ["__call__", "jvp", "vjp", "jacobian"])
-def test_module_is_untouched_after_an_exception(call: str) -> None:
-    model = Failing().double()
-    model.body[2].eval()
-    network = Linearisation(model)
-    before = snapshot(model)
-    args = {"jvp": [random(2, network.num_parameters)], "vjp": [random(2, 4, 3)]}.get(call, [])
-    expected = getattr(network, call)(random(4, 2), *args)
-    model.fail = True
-    failing = network.renewed()
-    with pytest.raises(RuntimeError, match="inside forward"):
-        getattr(failing, call)(random(4, 2), *args)
-    model.fail = False
-    assert_unchanged(model, before)
-    assert torch.equal(getattr(network, call)(random(4, 2), *args), expected)
-
-
 def test_dropout_in_training_mode_inside_a_frozen_submodule() -> None:
     body = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5)).requires_grad_(False)
     model = nn.Sequential(body, nn.Linear(8, 2)).double()
@@ -109,22 +66,6 @@ def test_fingerprint_tells_networks_apart() -> None:
     assert torch.equal(first, Linearisation(copy.deepcopy(model)).fingerprint())
     model[1].running_mean += 1e-9
     assert not torch.equal(first, Linearisation(model).fingerprint())
-
-
-@pytest.mark.parametrize(
-    ("model", "x"),
-    [
-        (nn.Linear(3, 2), torch.ones(4, 3).double()),
-        (nn.Linear(3, 2), torch.ones(4, 3).long()),
-        (nn.Conv1d(1, 2, 2), torch.ones(4, 1, 3).double()),
-        (nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)), torch.ones(4, 3).double()),
-        (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), torch.ones(4, 3).double()),
-    ],
-)
-def test_inputs_of_another_type_than_the_weights(model: nn.Module, x: Tensor) -> None:
-    message = rf"{x.dtype}"
-    with pytest.raises(TypeError, match=message + r".*x\.to"):
-        Linearisation(model)(x)
 
 
 def test_autocast_products_are_float32_and_right_to_a_percent() -> None:
@@ -220,17 +161,21 @@ def test_contexts_of_precision_nest(lowered: tuple[str, ...]) -> None:
         assert settings() == lowered
 
 
-def test_errors_of_torch_in_a_network_say_of_what_they_are() -> None:
-    network = Linearisation(nn.Linear(2, 3))
-    with pytest.raises(ValueError, match=r"\[4, 5\]"):
-        network(torch.zeros(4, 5))
-    with pytest.raises(TypeError, match=r"\[4, 2\].*\[4, 2\]"):
-        network((torch.zeros(4, 2), torch.zeros(4, 2)))
-    mixed = Linearisation(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).double()))
-    with pytest.raises(ValueError, match=r"torch\.float64"):
-        mixed(torch.zeros(4, 2))
-    with pytest.raises(ValueError, match="Embedding"):
-        Linearisation(nn.Embedding(3, 2))(torch.tensor([3]))
+@pytest.mark.parametrize(
+    ("model", "x", "said"),
+    [
+        (nn.Linear(2, 3), torch.ones(4, 2).double(), r"\[4, 2\] in torch\.float64.*x\.to"),
+        (nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)), torch.ones(4, 3).double(), r"\[4, 3\] in torch\.float64"),
+        (nn.Linear(2, 3), torch.zeros(4, 5), r"\[4, 5\]"),
+        (nn.Linear(2, 3), (torch.zeros(4, 2), torch.zeros(4, 2)), r"\[4, 2\].*\[4, 2\]"),
+        (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).double()), torch.zeros(4, 2), r"torch\.float64"),
+        (nn.Embedding(3, 2), torch.tensor([3]), "Embedding"),
+    ],
+)
+def test_errors_of_torch_in_a_network_say_of_what_they_are(model: nn.Module, x: Any, said: str) -> None:
+    with pytest.raises((RuntimeError, TypeError, IndexError)) as raised:
+        Linearisation(model)(x)
+    assert re.search(said, raised.value.__notes__[0])
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

@@ -80,9 +80,7 @@ def test_with_precisions_that_stay_it_is_training_with_weight_decay() -> None:
     plain(by_hand, shuffled(), F.cross_entropy, epochs, sgd(by_hand, momentum=0.9, weight_decay=alpha / NUM))
     torch.manual_seed(5)
     # Nothing that is read before training draws from the state of all randomness.
-    result = trained(
-        model, sgd(model, momentum=0.9), epochs=epochs, burn_in=epochs, prior=IsotropicPrior(alpha), every=1
-    )
+    result = trained(model, sgd(model, momentum=0.9), epochs=epochs, every=epochs, prior=IsotropicPrior(alpha))
     assert result.epochs_ == [epochs]
     assert_same(by_hand, model)
 
@@ -98,7 +96,7 @@ def test_each_layer_has_its_own_decay_and_others_have_none() -> None:
     plain(by_hand, shuffled(), F.cross_entropy, 3, torch.optim.SGD(groups, lr=0.1))
     torch.manual_seed(5)
     prior = LayerwisePrior(0.5, layers={"0": 4.0})
-    trained(model, sgd(model), epochs=3, burn_in=3, prior=prior, parameters="!LayerNorm.*")
+    trained(model, sgd(model), epochs=3, every=3, prior=prior, parameters="!LayerNorm.*")
     assert_same(by_hand, model)
 
 
@@ -109,7 +107,7 @@ def test_a_regression_has_half_the_squared_error_as_its_loss() -> None:
     plain(by_hand, shuffled("regression"), lambda f, y: 0.5 * F.mse_loss(f, y), 3, sgd(by_hand, weight_decay=decay))
     torch.manual_seed(5)
     settings = {"likelihood": Gaussian(b), "loader": shuffled("regression"), "prior": IsotropicPrior(2.0)}
-    trained(model, sgd(model), epochs=3, burn_in=3, **settings)
+    trained(model, sgd(model), epochs=3, every=3, **settings)
     assert_same(by_hand, model)
 
 
@@ -123,11 +121,11 @@ def test_the_decay_after_an_update_is_that_of_its_precisions() -> None:
         {"params": by_hand[0].parameters(), "weight_decay": first},
         {"params": by_hand[2].parameters(), "weight_decay": last},
     ]
-    plain(by_hand, loader, F.cross_entropy, 3, torch.optim.SGD(groups, lr=0.1))
-    result = trained(model, sgd(model), loader=loader, epochs=5, burn_in=2, every=9)
-    assert result.epochs_ == [2, 5]
+    plain(by_hand, loader, F.cross_entropy, 2, torch.optim.SGD(groups, lr=0.1))
+    result = trained(model, sgd(model), loader=loader, epochs=4, every=2)
+    assert result.epochs_ == [2, 4]
     torch.testing.assert_close(result.history_[0].prior_precision, update.prior_precision, rtol=1e-9, atol=0)
-    assert result.best_epoch_ == 5
+    assert result.best_epoch_ == 4
     assert_same(by_hand, model)
 
 
@@ -135,7 +133,7 @@ def test_an_optimiser_that_asks_for_the_loss_again() -> None:
     model = network()
     optimiser = torch.optim.LBFGS(model.parameters(), max_iter=60, line_search_fn="strong_wolfe")
     loader = [dataset().tensors]
-    trained(model, optimiser, loader=loader, epochs=10, burn_in=10, prior=IsotropicPrior(1.0))
+    trained(model, optimiser, loader=loader, epochs=10, every=10, prior=IsotropicPrior(1.0))
     x, y = dataset().tensors
     objective = F.cross_entropy(model(x), y) + 0.5 / NUM * sum(p.square().sum() for p in model.parameters())
     gradients = torch.autograd.grad(objective, list(model.parameters()))
@@ -149,7 +147,7 @@ def test_a_scheduler_is_called_after_epochs() -> None:
     torch.manual_seed(5)
     plain(by_hand, shuffled(), F.cross_entropy, 3, optimisers[0], after_epoch=schedulers[0].step)
     torch.manual_seed(5)
-    trained(model, optimisers[1], epochs=3, burn_in=3, prior=IsotropicPrior(1e-12), scheduler=schedulers[1])
+    trained(model, optimisers[1], epochs=3, every=3, prior=IsotropicPrior(1e-12), scheduler=schedulers[1])
     assert schedulers[1].last_epoch == 3
     assert_same(by_hand, model)
 
@@ -162,12 +160,11 @@ def test_a_scheduler_is_called_after_epochs() -> None:
     [
         ({"epochs": 12}, [5, 10, 12]),
         ({"epochs": 3}, [3]),
-        ({"epochs": 7, "burn_in": 3, "every": 2}, [3, 5, 7]),
         ({"epochs": 3, "every": 1}, [1, 2, 3]),
         ({"epochs": 1}, [1]),
     ],
 )
-def test_updates_come_after_the_burn_in_and_at_the_end(settings: dict[str, int], epochs: list[int]) -> None:
+def test_updates_come_after_every_few_epochs_and_at_the_end(settings: dict[str, int], epochs: list[int]) -> None:
     model, seen = network(), list[tuple[int, PrecisionUpdate]]()
     result = trained(model, sgd(model), callback=lambda epoch, update: seen.append((epoch, update)), **settings)
     assert result.epochs_ == epochs
@@ -239,7 +236,7 @@ def test_augmented_data_need_the_data_themselves_for_the_evidence() -> None:
     with pytest.raises(ValueError, match="augmentation"):
         trained(model, sgd(model), loader=loader)
     assert torch.equal(model[0].weight, before)
-    result = trained(model, sgd(model), loader=loader, evidence_loader=shuffled(), burn_in=1)
+    result = trained(model, sgd(model), loader=loader, evidence_loader=shuffled(), every=2)
     update = updated_precisions(model, "classification", shuffled(), prior=result.history_[-2].prior)
     assert update.prior_precision.tolist() == result.best_.prior_precision.tolist()
 
@@ -261,7 +258,7 @@ def test_other_batches_and_settings_of_updates() -> None:
         method="diagonal",
         prior="isotropic",
         seed=3,
-        burn_in=1,
+        every=2,
     )
     update = updated_precisions(
         model, "classification", [(x, y)], method="diagonal", prior=result.history_[-2].prior, seed=3
@@ -289,7 +286,7 @@ def test_heads_have_a_likelihood_each() -> None:
         f = by_hand(x)
         (F.cross_entropy(f["label"], labels) + 5 * F.mse_loss(f["value"], values)).backward()
         optimiser.step()
-    trained(model, sgd(model), likelihood=likelihood, loader=loader, epochs=2, burn_in=2)
+    trained(model, sgd(model), likelihood=likelihood, loader=loader, epochs=2, every=2)
     assert_same(by_hand, model)
 
 
@@ -361,7 +358,6 @@ def test_weights_that_become_nan_are_an_error() -> None:
     ("settings", "error", "message"),
     [
         ({"epochs": 0}, ValueError, "epochs="),
-        ({"burn_in": 9}, ValueError, "burn_in=9"),
         ({"every": 2.5}, ValueError, "every="),
         ({"method": "exact"}, ValueError, "Factored"),
         ({"loader": iter([])}, TypeError, "iterator"),
