@@ -25,11 +25,11 @@ class Check:
     """A number that lies within bounds if the posterior is right.
 
     Attributes:
-        name: of the number.
-        value: of the number; True or False for a question.
+        name: what the number is.
+        value: the number; True or False for a question.
         bounds: the smallest and the largest right value.
         sentence: what a value outside of them means, and what to do.
-        serious: whether error bars are wrong then; else it deserves a look.
+        serious: whether error bars are then wrong; otherwise it only deserves a look.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Accuracy:
 
     Attributes:
         num_samples: `K`.
-        solves: what solves leave: an error `ε` of the function of each sample, independent of the sample, adds to its
+        solves: the error of solves. An error `ε` of the function of a sample, independent of the sample, adds to its
             variance, so that standard deviations grow by `ε²/2`; its product with `K` samples moves them by `ε/√K`.
-        left_out: what the data outside of a random part would change, by comparison with half of the part; zero if all
-            data are used.
-        approximate: whether the covariance leaves out correlations, whose error is not known.
+        left_out: the error of a random part of the data, from a comparison with half of the part; zero if all data are
+            used.
+        approximate: whether the covariance leaves out correlations. The error of that is not known.
     """
 
     num_samples: int
@@ -114,11 +114,11 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A table of checks of a posterior; `print` it, and `diagnosis["effective dimension"]` is one of them.
+    """A table of checks of a posterior; `print` it. `diagnosis["effective dimension"]` is one of the checks.
 
     Attributes:
         checks: numbers with the bounds in which they should be.
-        method: that made the fit.
+        method: the method of the fit.
         reason: why this method was taken.
         num_samples: `K`.
         num_parameters: `P`.
@@ -126,7 +126,7 @@ class Diagnosis:
         num_outputs: `C`.
         passes: Jacobian products of the fit, in units of all data and one vector.
         epochs: cost of the fit in training epochs, counted in operations; NaN if that was not counted.
-        accuracy: of predicted standard deviations.
+        accuracy: relative errors of predicted standard deviations.
     """
 
     checks: list[Check]

@@ -30,12 +30,12 @@ _DRAWS = 256
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """Predictions of each datum from the others by the linear model; its features have still seen the datum.
+    """Predictions of each datum from the others by the linear model, whose features have still seen the datum.
 
     Attributes:
-        mean: predicted targets, `[N, C]`; predicted outputs where the likelihood is not Gaussian.
-        covariance: of these, `[N, C, C]`; it includes the noise for a Gaussian likelihood.
-        log_prob: log density of each datum, joint over those of its outputs that have a target, `[N]`.
+        mean: predicted targets, `[N, C]`; predicted outputs if the likelihood is not Gaussian.
+        covariance: covariance of these, `[N, C, C]`; for a Gaussian likelihood it includes the noise.
+        log_prob: log density of each datum, joint over the outputs that have a target, `[N]`.
     """
 
     mean: Float[Tensor, "N C"]

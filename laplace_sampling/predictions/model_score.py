@@ -19,23 +19,23 @@ _DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Score:
-    """A score of a network, larger for a better one; `float()` of it is the value.
+    """A score of a network; larger is better. `float(score)` is its value.
 
     Attributes:
         kind: `"evidence"` or `"loo"`.
-        value: in nats for each training datum.
-        standard_error: of the value. Of `"loo"` that of a mean over data, most of which is common to networks that
-            are compared on the same data; of `"evidence"` what random probes leave, 0 if it is exact.
-        num_data: how many data it is the mean of.
-        log_probs: of `"loo"` `log p(y_i | y_{−i})`, `[num_data]`; else empty.
-        data: of `"loo"`, indices of these data in the dataset; else empty.
-        prior_precision: at which it was computed.
-        dataset_size: of the training data, whether or not all of them were looked at.
-        without_correlations: whether it is that of a posterior without some of its correlations, which makes an
-            evidence smaller: the determinant is larger, by Fischer's inequality.
+        value: the score in nats for each training datum.
+        standard_error: for `"loo"` the standard error of a mean over data. Networks that are compared on the same data
+            share most of it. For `"evidence"` the error of random probes, 0 if it is exact.
+        num_data: the number of data in the mean.
+        log_probs: for `"loo"` `log p(y_i | y_{−i})`, `[num_data]`; else empty.
+        data: for `"loo"` indices of these data in the dataset; else empty.
+        prior_precision: the prior precision of the score.
+        dataset_size: the number of training data, including those that were not used.
+        without_correlations: whether the posterior leaves out some correlations, which makes an evidence smaller: the
+            determinant is larger, by Fischer's inequality.
         targets: a few means of the training targets, by which other data are recognised (`summary_of`).
-        of_some_weights: whether others that require a gradient are taken as known. The network pays nothing for them,
-            so that its evidence is larger than that of all weights.
+        of_some_weights: whether only some of the trainable weights are random. The others count as known, which makes
+            the evidence larger than that of all weights.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Score:
     def of(
         cls, kind: str, log_probs: Float[Tensor, " n"], data: Tensor, prior_precision: float, dataset_size: int
     ) -> "Score":
-        """The mean over some data."""
+        """The score that is the mean over some data."""
         num = len(log_probs)
         error = float(log_probs.std()) / math.sqrt(num) if num > 1 else math.inf
         return cls(kind, float(log_probs.mean()), error, num, log_probs, data, prior_precision, dataset_size)
@@ -68,12 +68,13 @@ class Comparison:
     """A ranking of networks, the best one first; `print` it for a table.
 
     Attributes:
-        names: of the networks.
-        scores: of each.
-        probabilities: that it is the best of them, `[M]`. Of `"loo"`: for other data like these, by the Bayesian
-            bootstrap. Of `"evidence"`: the posterior probability of the model, if all have the same prior probability.
-        differences: of each to the best one, `[M]`, in nats for each datum; not positive.
-        standard_errors: of these. Of `"loo"` those of paired differences, on the same data.
+        names: the names of the networks.
+        scores: the score of each network.
+        probabilities: the probability of each network to be the best, `[M]`. For `"loo"`: for other data like these, by
+            the Bayesian bootstrap. For `"evidence"`: the posterior probability of the model, with equal prior
+            probabilities.
+        differences: the difference of each score to the best one, `[M]`, in nats for each datum; not positive.
+        standard_errors: standard errors of the differences. For `"loo"` these are paired, on the same data.
     """
 
     names: tuple[str, ...]
@@ -98,21 +99,21 @@ class Comparison:
 
 
 def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -> Comparison:
-    """Ranks networks that were fitted to the same data, by their scores (`LinearisedLaplace.score`).
+    """Rank networks that were fitted to the same data, by their scores (`LinearisedLaplace.score`).
 
     Networks may have any architecture and any number of weights. Likelihoods may differ if all of them are densities,
-    or all are probabilities, of the same targets, in the same units, and of `"loo"` in the same order. Scores by
-    `"kfac"` and `"diagonal"`, which leave out correlations, differ from those of other methods; evidences are smaller,
-    the more so the larger the network. Scores of some weights, such as those of the last layer, differ from those of
-    all. A warning says where both are compared.
+    or all are probabilities, of the same targets in the same units, and for `"loo"` in the same order. `"kfac"` and
+    `"diagonal"` leave out correlations, which makes evidences smaller, the more so the larger the network. Scores with
+    some random weights, such as those of the last layer, differ from those with all. A warning says if scores of
+    different kinds of posteriors are compared.
 
     Args:
         models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
-        kind: of the score that models are asked for, `"evidence"` or `"loo"`; scores have theirs.
+        kind: the score that models are asked for, `"evidence"` or `"loo"`. Scores that are given have their own kind.
 
     Raises:
         TypeError: for anything else.
-        ValueError: for fewer than two, for scores of several kinds, of other data, or of targets in other units or, of
+        ValueError: for fewer than two; for scores of several kinds, of other data, of targets in other units, or, for
             `"loo"`, in another order.
 
     Example:

@@ -28,17 +28,16 @@ from laplace_sampling.predictions.function_covariance import FunctionCovariance,
 
 @dataclass(frozen=True)
 class Prediction(ABC):
-    """A prediction at some inputs: outputs keep the shape that the network gives them, `[N, ...]`.
+    """A prediction at some inputs. Outputs keep the shape that the network gives them, `[N, ...]`.
 
-    Covariances are those of `function` where it is given (after a fit by the exact method), without the noise of the
-    samples; else those of the samples.
+    After an exact fit, covariances are those of `function`, without sampling noise; otherwise those of the samples.
 
     Attributes:
-        outputs: of the network.
+        outputs: the outputs of the network.
         deviations: `φ(x) ζ_k` of each sample, `[K, N, ...]`.
-        likelihood: of the targets.
-        function: covariance of the function, where it is known without samples.
-        conformal: scores of data after `calibrate_conformal`.
+        likelihood: the likelihood of the targets.
+        function: the covariance of the function, if it is known without samples.
+        conformal: scores of the data of `calibrate_conformal`.
     """
 
     outputs: Tensor
@@ -85,7 +84,7 @@ class Prediction(ABC):
         return flattened(self.deviations, 2)
 
     def covariance(self) -> Float[Tensor, "N C C"]:
-        """Covariance of the function between the (flattened) outputs of each input, without observation noise."""
+        """Covariance of the function between the flattened outputs of each input, without observation noise."""
         if self.function is not None:
             return self._blocks
         flat = self._flat
@@ -110,9 +109,9 @@ class Prediction(ABC):
 
     @abstractmethod
     def log_prob(self, y: Any) -> Float[Tensor, " N"]:
-        """`log p(y_n)` of each datum, joint over those of its outputs that have a target; 0 for a datum without any.
+        """`log p(y_n)` of each datum, joint over the outputs that have a target; 0 for a datum without any.
 
-        A mean over data is one over those that have a target: leave the others out of it.
+        To take a mean over data, leave out the data without any target.
         """
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
@@ -167,9 +166,9 @@ class Prediction(ABC):
 
 @dataclass(frozen=True)
 class SampledPrediction(Prediction):
-    """Predictions for any likelihood but the Gaussian: probabilities are means over the samples `f ± φ(x) ζ_k`.
+    """Predictions for any likelihood that is not Gaussian: probabilities are means over the samples `f ± φ(x) ζ_k`.
 
-    The posterior is symmetric about the network, so that each sample stands for two, and costs one product.
+    The posterior is symmetric about the network, so each sample counts with both signs, at the cost of one product.
     """
 
     def log_prob(self, y: Any) -> Float[Tensor, " N"]:
@@ -246,7 +245,7 @@ class _Intervals(Prediction):
 
 @dataclass(frozen=True)
 class RegressionPrediction(_Intervals):
-    """Predictions of a regression; everything in the units of the targets.
+    """Predictions of a regression, in the units of the targets.
 
     `noise_scale` is `R` of heteroscedastic noise at these inputs, in the shape of the outputs.
     """
@@ -261,7 +260,7 @@ class RegressionPrediction(_Intervals):
 
     @property
     def noise_variance(self) -> Tensor:
-        """`R/b`, the variance of the observation noise: a scalar, one an output, or one for each input and output."""
+        """`R/b`, the variance of the noise: a scalar, one for each output, or one for each input and output."""
         assert isinstance(self.likelihood, Gaussian)
         if not self.has_noise:
             raise ValueError(
@@ -273,7 +272,7 @@ class RegressionPrediction(_Intervals):
         return variance if self.noise_scale is None else variance * self.noise_scale
 
     def distribution(self) -> LowRankMultivariateNormal | MultivariateNormal:
-        """The distribution of new observations, with noise: for each input a Gaussian over its (flattened) outputs."""
+        """The distribution of new observations, with noise: for each input a Gaussian over its flattened outputs."""
         shape = self._flat.shape[1:]
         mean, noise = self.outputs.reshape(shape), self.noise_variance
         noise = noise.reshape(shape) if self.noise_scale is not None else noise.flatten().expand(shape)
@@ -286,8 +285,8 @@ class RegressionPrediction(_Intervals):
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
         """Log density of each observation, noise included, joint over its outputs; `y` has the shape of `mean`.
 
-        Targets of NaN are missing: the density is of the others, and its logarithm 0 for a datum without any. A mean
-        over data is one over those that have a target: leave the others out of it.
+        Targets of NaN are missing: the density is that of the others, and its logarithm is 0 for a datum without any.
+        To take a mean over data, leave out the data without any target.
         """
         targets = self._prepared(y, "log_prob(y)", some_given=False)[1].to(self.outputs)
         given = ~targets.isnan()
@@ -311,9 +310,10 @@ class RegressionPrediction(_Intervals):
 
 @dataclass(frozen=True)
 class HeteroscedasticPrediction(SampledPrediction, _Intervals):
-    """Predictions of a regression whose network gives means and log variances, halves of axis 1 of its outputs.
+    """Predictions of a regression whose network gives means and log variances, the two halves of axis 1 of its outputs.
 
-    `samples`, `variance` and `stddev` are of the mean; `covariance()` and `joint_covariance()` of both, flattened.
+    `samples`, `variance` and `stddev` are those of the mean. `covariance()` and `joint_covariance()` contain both
+    halves, flattened.
     """
 
     @property
@@ -328,7 +328,7 @@ class HeteroscedasticPrediction(SampledPrediction, _Intervals):
 
     @property
     def variance(self) -> Float[Tensor, "N *D"]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The variance of the mean, without noise: what more data would remove."""
+        """The variance of the mean, without noise: the part that more data would remove."""
         return self._variances.chunk(2, 1)[0]
 
     @cached_property
@@ -421,13 +421,15 @@ class ClassificationPrediction(SampledPrediction):
         return mean, variance
 
     def prediction_set(self, level: float = 0.95) -> Bool[Tensor, "N *C"]:
-        """Which classes belong to a set that contains the label with this probability.
+        """The set of classes that contains the label with this probability, as truth values in the shape of `probs`.
 
-        For labels of zero and one the set of each output is `[..., 2]`. After `calibrate_conformal` the probability is
-        guaranteed for data like those that it saw, on average over inputs, and for each position or output by itself:
-        the set has the classes that are no less probable than a threshold, and may be empty; it has all classes where
-        these data are too few for the level, fewer than `q/(1 − q)`. Else the set has the most probable classes, up to
-        and with that at which their probabilities reach the level.
+        For labels of zero and one the set of each output is `[..., 2]`.
+
+        Without `calibrate_conformal` the set has the most probable classes, as many as are needed for their
+        probabilities to reach the level. After `calibrate_conformal` it has all classes that are at least as probable
+        as a threshold, and may be empty. Then the level is guaranteed for data of the same distribution, on average
+        over inputs, for each position or output by itself. If there were fewer than `q/(1 − q)` such data, the set has
+        all classes.
 
         Raises:
             ValueError: for a level that is no probability; for predictions of fewer samples, or of another shape, than
@@ -466,12 +468,12 @@ class ClassificationPrediction(SampledPrediction):
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the predictive probabilities, in nats: total uncertainty; of each datum, position or output."""
+        """Entropy of the predictive probabilities of each datum, position or output, in nats: the total uncertainty."""
         return self._by_label(torch.special.entr(self._class_probs(self._mirrored).mean(0)).sum(-1))
 
     @property
     def mutual_information(self) -> Tensor:
-        """Entropy of the mean minus mean of the entropies over samples, in nats: what more data would remove."""
+        """Entropy of the mean minus mean entropy of the samples, in nats: the part that more data would remove."""
         of_samples = torch.special.entr(self._class_probs(self._mirrored)).sum(-1)
         return (self.entropy - self._by_label(of_samples.mean(0))).clamp_min(0)
 
@@ -479,16 +481,16 @@ class ClassificationPrediction(SampledPrediction):
     def epistemic(self) -> Tensor:
         r"""How unlike the training data a datum is, or how likely to be wrong; a larger number is worse.
 
-        Its shape is that of `entropy`. It is the variance of the log-odds `m_c = f_t − f_c` between the most probable
-        class `t` and the others, relative to their size, times the number of classes that the prediction hesitates
-        between,
+        Its shape is that of `entropy`. Let `m_c = f_t − f_c` be the log-odds between the most probable class `t` and
+        each other class (for labels of zero and one `|m| = |f|`), and `H` the entropy. `epistemic` is the variance of
+        the log-odds relative to their size, times the number of classes that the prediction hesitates between,
 
             exp(H) · Σ_c var(m_c) / Σ_c (1 + m_c²).
 
-        For labels of zero and one, `|m| = |f|`. It is no probability and has no unit: it ranks inputs. The variance of
-        logits itself grows with the size of the features, which is small for dark images, and mutual information
-        vanishes where the network is certain, right or not; the ratio hardly changes where log-odds above one and their
-        error bars are twice as large. See `docs/decisions.md` for what it was compared with.
+        It is no probability and has no unit: use it to rank inputs. The variance of logits alone grows with the size of
+        the features, which is small for dark images. The mutual information vanishes where the network is certain,
+        right or not. This ratio hardly changes if log-odds above one and their error bars become twice as large.
+        `docs/decisions.md` compares them.
         """
         outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
         top = outputs.argmax(-1, keepdim=True)
@@ -499,7 +501,7 @@ class ClassificationPrediction(SampledPrediction):
 
 @dataclass(frozen=True)
 class CountPrediction(SampledPrediction):
-    """Predictions of counts: the outputs are logarithms of rates, and so are `samples`, `variance` and `stddev`."""
+    """Predictions of counts. Outputs, and so `samples`, `variance` and `stddev`, are logarithms of rates."""
 
     @property
     def log_rate(self) -> Float[Tensor, "N *C"]:
@@ -508,7 +510,7 @@ class CountPrediction(SampledPrediction):
 
     @property
     def epistemic(self) -> Float[Tensor, " N"]:
-        """How little the data say of a datum: `√(Σ var f)`, of the logarithms of its rates, summed over its outputs."""
+        """How uncertain the rates of a datum are: `√(Σ var f)`, summed over its outputs."""
         return self._total_stddev
 
     @cached_property
@@ -518,16 +520,16 @@ class CountPrediction(SampledPrediction):
 
     @property
     def observation_variance(self) -> Float[Tensor, "N *C"]:
-        """Variance of a new count, `E[eᶠ] + var eᶠ`: that of a Poisson variable, and of its rate."""
+        """Variance of a new count, `E[eᶠ] + var eᶠ`: that of a Poisson variable plus that of its rate."""
         return self.mean + self.mean**2 * self.variance.expm1()
 
 
 @dataclass(frozen=True, eq=False)
 class MultiTaskPrediction(SampledPrediction, Mapping[str, Any]):
-    """Predictions of a network with several heads: `pred[head]` is that of a head, of the kind of its likelihood.
+    """Predictions of a network with several heads: `pred[head]` is the prediction of a head by its likelihood.
 
-    `log_prob(y)` and `joint_log_prob(y)` are of all heads together, of a dictionary of targets; `outputs`, `samples`
-    and `variance` of the flattened outputs, head after head.
+    `log_prob(y)` and `joint_log_prob(y)` take a dictionary of targets and are joint over the heads. `outputs`,
+    `samples` and `variance` contain the flattened outputs, head after head.
     """
 
     likelihood: MultiTask
@@ -605,10 +607,10 @@ def make_prediction(
     """The prediction of the kind that a likelihood has.
 
     Args:
-        outputs: of the network.
-        deviations: of samples from them.
-        likelihood: of targets.
-        function: covariance of the function, where it is known without samples.
+        outputs: the outputs of the network.
+        deviations: deviations of samples from them.
+        likelihood: the likelihood of targets.
+        function: the covariance of the function, if it is known without samples.
         conformal: scores of data.
         noise: `noise_scale` and `has_noise` of a `RegressionPrediction`.
     """
