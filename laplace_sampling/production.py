@@ -22,7 +22,7 @@ from laplace_sampling.predictions.prediction import Prediction, check_quantities
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.progress import progress_bar
 
-# Of these the first axis is that of the samples.
+# Quantities whose first axis is that of the samples.
 _SAMPLED = ("samples", "deviations")
 
 

@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +31,13 @@ def private_loader(loader: DataLoader) -> DataLoader:
 
 
 class PrivateRandomness:
-    """Global random states that begin as the user's, and go on from one use to the next."""
+    """Global random states that begin as the user's, and go on from one use to the next.
+
+    Several threads may borrow the user's state at the same time: the first one keeps it, and the last one puts it back.
+    """
+
+    _lock = threading.Lock()
+    _of_user: ClassVar[list[tuple[Any, ...]]] = []  # once for each thread that borrows it
 
     def __init__(self) -> None:
         self._own: tuple[Any, ...] | None = None
@@ -39,7 +45,9 @@ class PrivateRandomness:
     @contextmanager
     def use(self) -> Iterator[None]:
         """Inside, what is drawn goes on from the last use; at the end the user's state is put back."""
-        with _USERS:
+        with self._lock:
+            self._of_user.append(self._of_user[0] if self._of_user else _states())
+        try:
             # A stream that was half read goes on with the state in which it stopped.
             if self._own is not None:
                 _set_states(self._own)
@@ -47,29 +55,11 @@ class PrivateRandomness:
                 yield
             finally:
                 self._own = _states()
-
-
-class _Users:
-    """The user's state, which several threads may borrow at the same time: the last one puts it back."""
-
-    def __init__(self) -> None:
-        self.lock, self.borrowers = threading.Lock(), 0
-        self.states: tuple[Any, ...] = ()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.borrowers == 0:
-                self.states = _states()
-            self.borrowers += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.borrowers -= 1
-            if self.borrowers == 0:
-                _set_states(self.states)
-
-
-_USERS = _Users()
+        finally:
+            with self._lock:
+                states = self._of_user.pop()
+                if not self._of_user:
+                    _set_states(states)
 
 
 def _states() -> tuple[Any, ...]:

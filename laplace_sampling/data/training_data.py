@@ -115,7 +115,7 @@ class TrainingData:
             def read() -> _Seen:
                 return _read(source, cache_bytes, missing, targets, inputs)
 
-            # Of a dataset each process reads its part, of a stream the whole.
+            # Each process reads its part of a dataset, and the whole of a stream.
             of_dataset = isinstance(source, RandomAccess)
             parts = processes.gathered(read) if of_dataset else [read()]
         seen = parts[0]

@@ -1,8 +1,7 @@
 """`PeriodicFits`: error bars while a network is trained; what all callbacks of trainers share, and plain loops use.
 
 Training goes on bit for bit as without fits: data are read by index in a random state of their own
-(`data.random_state`), the network is differentiated as a function of weights that are not its own
-on a copy that nobody else has (`networks.shell`).
+(`data.random_state`), and the network is differentiated on a copy that nobody else has (`networks.shell`).
 """
 
 import inspect
@@ -237,7 +236,7 @@ class PeriodicFits:
         streams = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
         for metric in streams.values():
             metric.reset()
-        # Those that share out the weights predict together, of the same data.
+        # Processes that share out the weights predict together, at the same data.
         apart = la.network.shell.mesh is None
         part = data.part if apart else range(data.num_data)
         num_data = 0

@@ -1,6 +1,6 @@
 """The pictures of predictions and of fits; matplotlib is imported only when one is drawn."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
@@ -140,7 +140,8 @@ def plot_evidence(
         NotFittedError: before a fit, and for a posterior that was loaded without its data.
         ImportError, TypeError, ValueError: without matplotlib; for other objects; for a curve that is not known.
     """
-    _check_known("plot_evidence", "curve", curve, _CURVES)
+    if curve not in _CURVES:
+        raise ValueError(f"`plot_evidence(curve={curve!r})` is not known; use one of {list(_CURVES)}.")
     ax = _axes_of("plot_evidence", ax)
     curves = la.evidence_path(decades, num)
     alpha, values = curves.prior_precision, getattr(curves, curve)
@@ -342,15 +343,12 @@ def _draw_bins(ax: Axes, claimed: np.ndarray, right: np.ndarray, num_bins: int) 
 
 def _draw_coverage(ax: Axes, pred: Regression, targets: Tensor, num_bins: int) -> None:
     levels = np.linspace(0, 1, num_bins + 2)[1:-1]
-    shares = [_coverage(targets, *pred.interval(float(level))) for level in levels]
+    intervals = [pred.interval(float(level)) for level in levels]
+    inside = torch.stack([(targets >= low) & (targets <= high) for low, high in intervals])
+    shares = _as_array(inside[:, ~targets.isnan()]).mean(1)
     error = float(np.abs(shares - levels).mean())
     ax.plot(levels, shares, marker="o", clip_on=False, label=f"intervals, mean distance {error:.3f}")
     ax.set(xlabel="probability of the interval", ylabel="share of targets inside")
-
-
-def _coverage(targets: Tensor, low: Tensor, high: Tensor) -> float:
-    inside = (targets >= low) & (targets <= high)
-    return float(inside[~targets.isnan()].to(torch.float64).mean())
 
 
 def _axes_of(call: str, ax: Any) -> Axes:
@@ -364,11 +362,6 @@ def _axes_of(call: str, ax: Any) -> Axes:
         return plt.subplots(layout="constrained")[1]
     _check_kind(f"{call}(ax=...)", ax, axes.Axes, "one `Axes` of matplotlib")
     return ax
-
-
-def _check_known(call: str, name: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise ValueError(f"`{call}({name}={value!r})` is not known; use one of {list(known)}.")
 
 
 def _check_kind(call: str, value: Any, kind: Any, needed: str) -> None:

@@ -1,4 +1,4 @@
-"""What a single process is told that is to share data with others."""
+"""Errors of a single process that should share data with others."""
 
 import pytest
 import torch

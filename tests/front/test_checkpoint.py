@@ -129,7 +129,7 @@ def killed(name: str, path: Path, kills: Any, after: int, **arguments: Any) -> N
 
 
 def goes_on(name: str, path: Path, kills: Any, *parts: float) -> None:
-    """A fit that is killed when its file has these parts of all entries, but for the first and the last."""
+    """A fit is killed when its file has these parts of all entries, at least two and all except the last."""
     expected = fitted(name)
     assert_same(fitted(name, path), expected)
     assert not path.exists()
@@ -421,7 +421,7 @@ def test_the_file_is_gone_where_a_warning_is_an_error(path: Path) -> None:
     assert len(la.samples_) == 4
 
 
-# Of the fit, and its file: on these networks nearly all numbers are vectors of weights.
+# On these networks nearly all numbers of a file are vectors of weights.
 @pytest.mark.parametrize(("method", "most"), [("krylov", 12), ("kfac", 3), ("subset", 3), ("exact", 3), ("dual", 6)])
 def test_what_is_written_is_a_small_multiple_of_the_posterior(
     method: str, most: float, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -437,7 +437,7 @@ def test_what_is_written_is_a_small_multiple_of_the_posterior(
 
 
 def _holds(path: Path, ready: Any) -> None:
-    """Of another process: a fit that waits in its first step."""
+    """A fit of another process, which waits in its first step."""
 
     def wait(step: Any) -> None:
         ready.set()

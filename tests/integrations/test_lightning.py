@@ -181,7 +181,7 @@ def test_the_last_fit_predicts_at_test_time_in_inference_mode() -> None:
 
 
 def test_fits_within_inference_mode() -> None:
-    """As of a callback of the user, in a validation without gradients; what it leaves is no tensor of that mode."""
+    """A callback of the user fits in a validation without gradients, and leaves no tensors of that mode."""
     laplace = callback()
 
     class Inside(Callback):

@@ -119,7 +119,7 @@ def callback(likelihood: Any = "classification", **options: Any) -> LaplaceTrain
 
 
 def bits(trainer: Trainer) -> list[Any]:
-    """All of a training, but for what a callback logs, and times."""
+    """All of a training, except what a callback logs, and times."""
     logs = [
         {name: value for name, value in entry.items() if not any(name.endswith(end) for end in ("runtime", "_second"))}
         for entry in trainer.state.log_history
@@ -255,7 +255,7 @@ def test_the_file_goes_with_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_last_fit_is_of_the_model_that_training_leaves(tmp_path: Path) -> None:
-    """Of the best one if that is loaded, and also where no fit was due at the end; else there is one fit less."""
+    """If the best model is loaded, the last fit is of that one, also where no fit was due at the end."""
     fits = callback(every_n_epochs=3)
     trainer = make_trainer(tmp_path / "last", fits)
     trainer.train()

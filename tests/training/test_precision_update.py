@@ -42,7 +42,7 @@ def data(kind: str) -> Data:
 
 
 def bound(likelihood: str | Likelihood) -> Likelihood:
-    """Of as many outputs as the networks here have."""
+    """A likelihood with as many outputs as the networks here have."""
     return as_likelihood(likelihood).bind(Layout.single((3 if likelihood == "classification" else 2,)))
 
 
