@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from laplace_sampling.data.training_data import TrainingData
 
@@ -44,6 +44,18 @@ def test_the_collate_function_of_the_loader_is_used() -> None:
 
     loader = DataLoader(TensorDataset(X, Y), batch_size=3, collate_fn=collate)
     assert torch.equal(read(TrainingData(loader)), 2 * X)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(X, Y, strict=True)
+
+
+def test_a_stream_that_is_larger_than_memory_is_read_again() -> None:
+    # The first batch of 32 bytes would fit.
+    data = TrainingData(DataLoader(Stream(), batch_size=4), num_data=10, cache_bytes=50)
+    assert torch.equal(read(data), X)
+    assert torch.equal(data.inputs(torch.tensor([7, 2, 3])), X[[7, 2, 3]])
 
 
 class Augmented(Dataset):

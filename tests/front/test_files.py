@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,14 +146,24 @@ def test_paths_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == [path]
 
 
+class Full(io.BytesIO):
+    """An open file that takes no more at its end, after which torch raises an error of its own."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() > 400:
+            raise OSError("No space left on device")
+        return super().write(data)
+
+
 def test_open_files() -> None:
     file = io.BytesIO(b"before")
     file.seek(0, io.SEEK_END)
     LA.save(file)
     file.seek(len(b"before"))
     assert torch.equal(load(io.BytesIO(file.read())).samples_, LA.samples_)
-    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError, match="space"):
-        LA.save(full)
+    for full in (Full(), Path("/dev/full").open("wb", buffering=0)):
+        with full, pytest.raises(OSError, match="space"):
+            LA.save(full)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
