@@ -145,7 +145,7 @@ def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_p
 
 def test_some_of_the_training_data_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y), _ = overfitted()
-    monkeypatch.setattr(on_training_data, "_FEW", 30)  # of 90, every third
+    monkeypatch.setattr(on_training_data.OnTrainingData, "FEW", 30)  # of 90, every third
     seen, calibration = [], on_training_data.OnTrainingData.calibration
     monkeypatch.setattr(
         on_training_data.OnTrainingData, "calibration", lambda *args: seen.append(args[0]) or calibration(*args)
