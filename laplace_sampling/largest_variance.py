@@ -1,7 +1,6 @@
 """Which weights a subnetwork is best made of: those of largest marginal variance."""
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,10 +8,8 @@ from torch import Tensor, nn
 
 from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.training_data import Data
+from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.methods.closed_form import FactoredFit
-from laplace_sampling.preparation import prepare
-from laplace_sampling.settings import Settings
 
 _NO_DATA = Data()
 
@@ -49,7 +46,6 @@ def largest_variance(
         ValueError: if there are fewer weights, or for another `method`.
 
     Example:
-        >>> from laplace_sampling import LinearisedLaplace
         >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
         >>> model = nn.Linear(3, 1)
         >>> masks = largest_variance(model, "regression", [(x, y)], 2)
@@ -57,29 +53,25 @@ def largest_variance(
         >>> la.samples_.shape
         torch.Size([64, 2])
     """
-    unknown = set(settings) - {field.name for field in fields(Settings)}
-    if unknown:
-        raise TypeError(f"`largest_variance` does not know {sorted(unknown)}.")
-    if settings.get("method", "diagonal") != "diagonal":
+    if settings.setdefault("method", "diagonal") != "diagonal":
         raise ValueError(
             f"`largest_variance(method={settings['method']!r})`: the variances are those of the diagonal posterior; "
             "leave out `method`."
         )
-    chosen = Settings.of(likelihood, **{**settings, "method": "diagonal", "num_samples": 2})
-    network = chosen.linearise(model)
     check_whole("`largest_variance(k=...)`", k, 1)
-    if k > network.num_parameters:
+    la = LinearisedLaplace(model, likelihood, **settings)
+    if k > la.network.num_parameters:
         raise ValueError(
-            f"`largest_variance(k={k})`: there are {network.num_parameters} weights to choose from; give a k from 1 to "
-            "that."
+            f"`largest_variance(k={k})`: there are {la.network.num_parameters} weights to choose from; give a k from 1 "
+            "to that."
         )
-    task = chosen.method.prepare(prepare(chosen, network, loader, data))
-    fit = task.method.fit(task, task.given)
-    assert isinstance(fit, FactoredFit)
+    posterior = la.fit(loader, data=data, progress=False).posterior_
+    curvature, prior = posterior.curvature, posterior.prior
+    assert curvature is not None
     # Weights that the data do not see have the prior's variance, the largest of all, and no effect.
-    is_seen = fit.curvature.eigenvalues() > 0
-    variance = torch.where(is_seen, fit.marginal_variance(), 0)
+    is_seen = curvature.eigenvalues() > 0
+    variance = torch.where(is_seen, curvature.variance(prior.spread()) * prior.scale**2, 0)
     mask = torch.zeros(len(variance), dtype=torch.bool, device=variance.device)
     mask[variance.topk(k).indices] = True
-    masks = network.unflatten(mask)
+    masks = la.network.unflatten(mask)
     return {name: of_name for name, of_name in masks.items() if bool(of_name.any())}

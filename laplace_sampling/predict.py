@@ -36,7 +36,6 @@ from laplace_sampling.predictions.function_covariance import (
     DenseCovariance,
     FunctionCovariance,
     OnRequest,
-    Scaled,
     factored_covariance,
 )
 from laplace_sampling.predictions.prediction import Prediction, make_prediction
@@ -155,18 +154,15 @@ def predict(
     deviations = deviations.reshape(len(deviations), *outputs.shape)
     # Of no data that of the samples has the right shape.
     function = covariance_of(posterior, fit, features) if len(outputs) else None
-    if function is not None:
-        function = OnRequest(function, check)
-    if posterior.calibration.factors != Calibration().factors:
-        calibration = posterior.calibration
-        factor = calibration.scale / calibration.temperature**2
+    calibration = posterior.calibration
+    factor = calibration.scale / calibration.temperature**2
+    if calibration.factors != Calibration().factors:
         outputs, deviations = outputs / calibration.temperature, math.sqrt(factor) * deviations
-        function = None if function is None else Scaled(function, factor)
     return make_prediction(
         outputs,
         deviations,
-        posterior.calibration.likelihood(posterior.likelihood).bind(layout),
-        function=function,
+        calibration.likelihood(posterior.likelihood).bind(layout),
+        function=None if function is None else OnRequest(function, check, factor),
         conformal=posterior.conformal,
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,

@@ -9,7 +9,7 @@ import torch
 
 from laplace_sampling.arguments import check_whole
 from laplace_sampling.hyperparameters import rules, validation
-from laplace_sampling.hyperparameters.rules import LossBound, LossRise, SearchCost, Selection
+from laplace_sampling.hyperparameters.rules import LossRise, SearchCost, Selection
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.linear_model.held_out import HeldOut
@@ -107,7 +107,7 @@ class LeftOutLabels(Criterion):
                 'training data for each class and at most a hundred classes: use "self_consistency", "evidence", or '
                 '"validation" with a `val_loader`.'
             )
-        return _loss_rise(rules.LeftOutLabels(), tangent, affordable)
+        return _within_budget(rules.LeftOutLabels(in_order=tangent.in_order), tangent, affordable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class SelfConsistency(Criterion):
                 '`criterion="self_consistency"` compares the loss with its curvature, which agree everywhere for a '
                 'Gaussian likelihood: use "evidence", or "validation" with a `val_loader`.'
             )
-        return _loss_rise(rules.SelfConsistency(), tangent, affordable)
+        return _within_budget(rules.SelfConsistency(in_order=tangent.in_order), tangent, affordable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +208,6 @@ def _has_left_out_labels(tangent: TangentModel) -> bool:
     return rules.has_left_out_labels(model.likelihood, model.num_data, model.features.num_outputs)
 
 
-def _loss_rise(bound: LossBound, tangent: TangentModel, affordable: Affordable) -> LossRise:
-    rule, features = LossRise(bound, in_order=tangent.in_order), tangent.model.features
+def _within_budget(rule: LossRise, tangent: TangentModel, affordable: Affordable) -> LossRise:
+    features = tangent.model.features
     return replace(rule, most=affordable(rule.num_data(features), rule.cost(features)))

@@ -35,6 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -189,31 +190,112 @@ def smallest_allowed(number: int, allowed: Callable[[int], bool], start: int | N
 ShareUsed = Callable[[Tensor, Tensor], float]
 
 
-class LossBound(ABC):
-    """How much draws of the function may raise the training loss."""
+@dataclass(frozen=True)
+class LossRise(Selection):
+    """The smallest prior precision at which draws of the function keep to a bound on the training loss.
 
-    name: str
-    # What is wrong where no precision keeps to it.
-    nowhere: str
+    It is not below that of largest evidence of the trained weights, `α ‖w̄‖² = γ(α)`: where no datum says anything
+    against a small `α`, that is no reason for error bars without end where there are no data.
+
+    Args:
+        in_order: whether the first data are looked at in place of random ones.
+        most: how many data are looked at; by default a few hundred.
+    """
+
+    # Draws of the function, each with its opposite, so that no term of first order is left.
+    _DRAWS = 32
+
+    # What is wrong where no precision keeps to the bound.
+    nowhere: ClassVar[str]
+
+    in_order: bool = field(default=False, kw_only=True)
+    most: int | None = field(default=None, kw_only=True)
+    # What the bound has found out about a model and its prior, which a second search of the same fit uses again.
+    _known: list[tuple[LinearModel, GaussianPrior, ShareUsed]] = field(
+        default_factory=list, repr=False, compare=False, kw_only=True
+    )
 
     def num_vjps(self, features: Features) -> int:
         """VJPs of a datum that `share_used` makes."""
         return 0
 
     @abstractmethod
-    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> ShareUsed:
+    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> ShareUsed:
         """The share of the bound that draws of the function use; more than one is too much.
 
         Args:
             model: on the training data.
             prior: with its scale.
             seed: of what is random.
-            in_order: whether it looks at the first data in place of random ones.
         """
+
+    def num_data(self, features: Features) -> int:
+        """How many data are looked at: 100 to 400, whose rows of the Jacobian cost less than 0.3 of an epoch."""
+        if self.most is not None:
+            return self.most
+        num = int(0.3 * features.num_data / features.num_outputs)
+        return min(
+            features.num_data,
+            max(100, min(400, num)),
+            max(1, 4 * NUMBERS_TOGETHER // (self._DRAWS * features.num_outputs)),
+        )
+
+    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
+        tried = 6 if rough else 3  # by bisection of a grid of 40, and near a known precision
+        fixed = self.num_vjps(features)
+        return search_cost(features, self.num_data(features), self._DRAWS, tried, fixed_vjps=fixed)
+
+    def select(
+        self,
+        model: LinearModel,
+        path: CovariancePath,
+        bounds: tuple[float, float],
+        seed: int,
+        weight_norm: float,
+        near: float | None = None,
+    ) -> Hyperparameters:
+        num_data = self.num_data(model.features)
+        some = model.with_targets(some_of(model.features, num_data, None if self.in_order else seed))
+        features = SomeFeatures(model.features, some)
+        # MacKay's fixed point with the trained weights in the place of the mode; standard deviations go with its root.
+        lowest, _ = mackay_root(path.effective_dimension, lambda alpha: alpha * weight_norm, 1.0, bounds, 1e-3)
+        alphas = grid(path, features, bounds)
+        alphas = alphas[: int((alphas > lowest).sum()) + 1]  # those that may be chosen, and the next below
+        share_used, vjps = self._known_share(model, path.prior, seed)
+        draws = function_draws(path, features, alphas, Draws(self._DRAWS, seed, Stream.LOSS_RISE))
+        share = cache(lambda index: share_used(draws(index), some))
+        start = None if near is None else nearest(alphas, near)
+        number = smallest_allowed(len(alphas), lambda index: share(index) <= 1, start)
+        alpha = max(_interpolated(alphas, share, number), lowest)
+        problem = (
+            f"{self.nowhere} at any prior precision that was tried: the largest, {float(alphas[0]):.3g}, is "
+            "taken, and error bars are negligible. Pass `val_loader`, or look at the network's outputs on the training "
+            "data."
+        )
+        spent = search_cost(features, len(some), self._DRAWS, share.cache_info().currsize, fixed_vjps=vjps)
+        return in_one_step(
+            model,
+            path.prior,
+            alpha,
+            model.likelihood,
+            effective_dimension=path.effective_dimension(alpha),
+            passes=(spent.jvps + spent.vjps + spent.fixed_vjps) / (2 * model.features.num_data),
+            problems=[] if number else [problem],
+            criterion=self.name,
+            calibration=Calibration(),
+        )
+
+    def _known_share(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple[ShareUsed, int]:
+        """The share of the bound as a function of draws, and the VJPs that this took."""
+        for known, of_prior, used in self._known:
+            if known is model and of_prior is prior:
+                return used, 0
+        self._known[:] = [(model, prior, self.share_used(model, prior, seed))]
+        return self._known[0][-1], self.num_vjps(model.features)
 
 
 @dataclass(frozen=True)
-class SelfConsistency(LossBound):
+class SelfConsistency(LossRise):
     """The training loss rises as Laplace's approximation says, up to a factor.
 
     `docs/decisions.md` has the trials of both numbers.
@@ -228,7 +310,7 @@ class SelfConsistency(LossBound):
     most_lost: float = 0.1
     nowhere = "The training loss does not rise as Laplace's approximation says"
 
-    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> ShareUsed:
+    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> ShareUsed:
         return partial(self._share_used, model)
 
     def _share_used(self, model: LinearModel, z: Tensor, some: Tensor) -> float:
@@ -252,97 +334,6 @@ def cost_of_error_bars(
     return float(label_losses(likelihood, y, f, z, 1.0).sum() - alone), float(alone)
 
 
-@dataclass(frozen=True)
-class LossRise(Selection):
-    """The smallest prior precision at which error bars keep to a bound on the training data.
-
-    It is not below that of largest evidence of the trained weights, `α ‖w̄‖² = γ(α)`: where no datum says anything
-    against a small `α`, that is no reason for error bars without end where there are no data.
-
-    Args:
-        bound: on what draws of the function add to the loss.
-        in_order: whether the first data are looked at in place of random ones.
-        most: how many data are looked at; by default a few hundred.
-    """
-
-    # Draws of the function, each with its opposite, so that no term of first order is left.
-    _DRAWS = 32
-
-    bound: LossBound
-    in_order: bool = False
-    most: int | None = None
-    # What the bound has found out about a model and its prior, which a second search of the same fit uses again.
-    _known: list[tuple[LinearModel, GaussianPrior, ShareUsed]] = field(default_factory=list, repr=False, compare=False)
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.bound.name
-
-    def num_data(self, features: Features) -> int:
-        """How many data are looked at: 100 to 400, whose rows of the Jacobian cost less than 0.3 of an epoch."""
-        if self.most is not None:
-            return self.most
-        num = int(0.3 * features.num_data / features.num_outputs)
-        return min(
-            features.num_data,
-            max(100, min(400, num)),
-            max(1, 4 * NUMBERS_TOGETHER // (self._DRAWS * features.num_outputs)),
-        )
-
-    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
-        tried = 6 if rough else 3  # by bisection of a grid of 40, and near a known precision
-        fixed = self.bound.num_vjps(features)
-        return search_cost(features, self.num_data(features), self._DRAWS, tried, fixed_vjps=fixed)
-
-    def select(
-        self,
-        model: LinearModel,
-        path: CovariancePath,
-        bounds: tuple[float, float],
-        seed: int,
-        weight_norm: float,
-        near: float | None = None,
-    ) -> Hyperparameters:
-        num_data = self.num_data(model.features)
-        some = model.with_targets(some_of(model.features, num_data, None if self.in_order else seed))
-        features = SomeFeatures(model.features, some)
-        # MacKay's fixed point with the trained weights in the place of the mode; standard deviations go with its root.
-        lowest, _ = mackay_root(path.effective_dimension, lambda alpha: alpha * weight_norm, 1.0, bounds, 1e-3)
-        alphas = grid(path, features, bounds)
-        alphas = alphas[: int((alphas > lowest).sum()) + 1]  # those that may be chosen, and the next below
-        share_used, vjps = self._share_used(model, path.prior, seed)
-        draws = function_draws(path, features, alphas, Draws(self._DRAWS, seed, Stream.LOSS_RISE))
-        share = cache(lambda index: share_used(draws(index), some))
-        start = None if near is None else nearest(alphas, near)
-        number = smallest_allowed(len(alphas), lambda index: share(index) <= 1, start)
-        alpha = max(_interpolated(alphas, share, number), lowest)
-        problem = (
-            f"{self.bound.nowhere} at any prior precision that was tried: the largest, {float(alphas[0]):.3g}, is "
-            "taken, and error bars are negligible. Pass `val_loader`, or look at the network's outputs on the training "
-            "data."
-        )
-        spent = search_cost(features, len(some), self._DRAWS, share.cache_info().currsize, fixed_vjps=vjps)
-        return in_one_step(
-            model,
-            path.prior,
-            alpha,
-            model.likelihood,
-            effective_dimension=path.effective_dimension(alpha),
-            passes=(spent.jvps + spent.vjps + spent.fixed_vjps) / (2 * model.features.num_data),
-            problems=[] if number else [problem],
-            criterion=self.name,
-            calibration=Calibration(),
-        )
-
-    def _share_used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple[ShareUsed, int]:
-        """The share of the bound as a function of draws, and the VJPs that this took."""
-        for known, of_prior, used in self._known:
-            if known is model and of_prior is prior:
-                return used, 0
-        self._known[:] = [(model, prior, self.bound.share_used(model, prior, seed, self.in_order))]
-        return self._known[0][-1], self.bound.num_vjps(model.features)
-
-
 def _interpolated(alphas: Float[Tensor, " A"], share: Callable[[int], float], number: int) -> float:
     """The precision at which the share is one, where the first so many of the grid are allowed; at its ends the end."""
     if number in (0, len(alphas)):
@@ -359,7 +350,7 @@ _A_CLASS, _MOST_CLASSES = 10, 100
 
 
 @dataclass(frozen=True)
-class LeftOutLabels(LossBound):
+class LeftOutLabels(LossRise):
     """Error bars cost training labels no more than errors on left-out data warrant.
 
     The numbers were chosen on 148 networks for digits, tables and MNIST: `docs/decisions.md` has the figures for half
@@ -383,8 +374,8 @@ class LeftOutLabels(LossBound):
     def num_vjps(self, features: Features) -> int:
         return min(features.num_data, self.most_data)
 
-    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> ShareUsed:
-        some = some_of(model.features, self.num_vjps(model.features), None if in_order else seed)
+    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> ShareUsed:
+        some = some_of(model.features, self.num_vjps(model.features), None if self.in_order else seed)
         some = model.with_targets(some)
         return partial(_share_used, model, self.an_error * self._errors(model, prior, some, seed))
 

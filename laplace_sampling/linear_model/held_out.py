@@ -50,34 +50,23 @@ class HeldOut:
             TypeError, ValueError: as for training data.
         """
         try:
-            return cls._read(loader, network, likelihood, processes, options)
+            data = TrainingData(
+                loader,
+                unpack=options.unpack,
+                num_data=options.num_data,
+                fill=likelihood.fill,
+                missing=likelihood.takes_missing,
+                sampled_by=processes,
+            )
+            _check_alike(data, processes)
+            some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
+            inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
+            layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))
+            likelihood, targets = likelihood.prepare(layout, data.targets)
+            return cls(data, targets.to(network.device), likelihood, layout)
         except (TypeError, ValueError) as error:
             error.add_note("These are the data of `val_loader`.")
             raise
-
-    @classmethod
-    def _read(
-        cls,
-        loader: Iterable[Any],
-        network: Linearisation,
-        likelihood: Likelihood,
-        processes: Processes,
-        options: Data,
-    ) -> "HeldOut":
-        data = TrainingData(
-            loader,
-            unpack=options.unpack,
-            num_data=options.num_data,
-            fill=likelihood.fill,
-            missing=likelihood.takes_missing,
-            sampled_by=processes,
-        )
-        _check_alike(data, processes)
-        some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
-        inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
-        layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))
-        likelihood, targets = likelihood.prepare(layout, data.targets)
-        return cls(data, targets.to(network.device), likelihood, layout)
 
     def with_targets(self, some: Tensor) -> Tensor:
         """The indices of those data that have a target at any output."""

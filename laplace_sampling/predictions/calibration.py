@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +26,17 @@ LOG_SCALE = 2.0
 NOISE_WORTH = 10.0
 # Bounds of the logarithms of the factors that held-out data choose.
 _LOGS = {"scale": (-9.0, 5.0), "temperature": (-5.0, 5.0), "noise": (-9.0, 9.0)}
+# Negative logarithms of their priors. Where error bars and a temperature explain held-out data equally well, the error
+# bars are believed: they tell data far from the training data. That of the noise is of `believed_variance`.
+_PRIORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "scale": lambda scale: 0.5 * (scale.log() / LOG_SCALE) ** 2,
+    "temperature": lambda T: 0.5 * (T.log() / 0.5) ** 2,
+    "noise": lambda noise: 0.5 * NOISE_WORTH * (noise.log() + 1 / noise),
+}
 _NAMES = {"scale": "scale_", "temperature": "temperature_", "noise": "calibration_.noise"}
+
+
+Factors: TypeAlias = Mapping[str, Tensor] | Mapping[str, float]
 
 
 class CalibrationWarning(UserWarning):
@@ -179,29 +189,18 @@ def calibrate(
         free: the factors to be found; the others are one.
         lowest: the smallest temperature; by default it is found.
     """
-    outputs, parts, one = outputs.double(), parts_of(deviations), torch.ones((), dtype=torch.float64)
-    free = [name for name in free if name != "temperature" or labelled(likelihood) is not None]
+    outputs, parts = outputs.double(), parts_of(deviations)
 
-    def losses(deviations: Tensor, found: Mapping[str, Tensor]) -> Iterator[Float[Tensor, " n"]]:
-        scale, T = (found.get(name, one) for name in ("scale", "temperature"))
+    def losses(found: Factors) -> Iterator[Float[Tensor, " n"]]:
+        scale, T = found.get("scale", 1.0), found.get("temperature", 1.0)
         for n in parts:  # a graph for each, which is freed
             yield _losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale)
 
-    def prior(found: Mapping[str, Tensor]) -> Tensor:
-        # Where error bars and a temperature explain held-out data equally well, the error bars are believed: they tell
-        # data far from the training data.
-        widths = {"scale": LOG_SCALE, "temperature": 0.5}
-        return torch.stack([0.5 * (found[name].log() / widths[name]) ** 2 for name in free]).sum()
-
-    bounds = {name: _LOGS[name] for name in free}
-    if "temperature" in free:
+    bounds = {name: _LOGS[name] for name in free if name != "temperature" or labelled(likelihood) is not None}
+    if "temperature" in bounds:
         lowest = own_temperature(likelihood, targets, outputs) if lowest is None else lowest
         bounds["temperature"] = (math.log(lowest), _LOGS["temperature"][1])
-    found = _likeliest(lambda found: losses(deviations, found), len(outputs), bounds, prior)
-    factors = {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
-    with_error_bars = -torch.cat(list(losses(deviations, factors)))
-    alone = -torch.cat(list(losses(torch.zeros_like(deviations[:1]), {})))
-    return replace(Calibration(at_bounds=_at_bounds(found)), **found).scored("held out", with_error_bars, alone)
+    return _calibrated(losses, len(outputs), bounds)
 
 
 def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"]) -> float:
@@ -210,15 +209,13 @@ def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tens
     `−log T` has an exponential prior of mean 0.1. Without it a few data without an error would take `T` towards zero.
     """
     nothing = torch.zeros_like(outputs)[None]
-    parts = parts_of(nothing)
 
-    def losses(found: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        for n in parts:
+    def losses(found: Factors) -> Iterator[Tensor]:
+        for n in parts_of(nothing):
             yield _losses(likelihood, targets[n], outputs[n].double() / found["temperature"], nothing[:, n], 1.0)
 
     bounds = {"temperature": (_LOGS["temperature"][0], 0.0)}
-    found = _likeliest(losses, len(outputs), bounds, lambda found: -found["temperature"].log() / 0.1)
-    return found["temperature"]
+    return _likeliest(losses, len(outputs), bounds, {"temperature": lambda T: -T.log() / 0.1})["temperature"]
 
 
 def calibrate_regression(
@@ -239,17 +236,10 @@ def calibrate_regression(
     """
     error, S, noise = (v.double() for v in (targets - outputs, covariance, noise_variance))
 
-    def log_probs(scale: Tensor | float, factor: Tensor | float) -> Float[Tensor, " N"]:
-        return log_density(error, scale * S + torch.diag_embed(factor * noise))
+    def losses(found: Factors) -> Iterator[Float[Tensor, " N"]]:
+        yield -log_density(error, found["scale"] * S + torch.diag_embed(found.get("noise", 1.0) * noise))
 
-    def prior(found: Mapping[str, Tensor]) -> Tensor:
-        of_noise = NOISE_WORTH * (found["noise"].log() + 1 / found["noise"])
-        return 0.5 * ((found["scale"].log() / LOG_SCALE) ** 2 + of_noise)
-
-    bounds = {name: _LOGS[name] for name in ("scale", "noise")}
-    found = _likeliest(lambda found: iter([-log_probs(found["scale"], found["noise"])]), len(error), bounds, prior)
-    calibration = replace(Calibration(at_bounds=_at_bounds(found)), **found)
-    return calibration.scored("held out", log_probs(found["scale"], found["noise"]), log_probs(0.0, 1.0))
+    return _calibrated(losses, len(error), {name: _LOGS[name] for name in ("scale", "noise")})
 
 
 def believed_variance(training: float, squares: float, num: int) -> float:
@@ -279,16 +269,21 @@ def _losses(
     return math.log(len(logs)) - logs.logsumexp(0)
 
 
-def _at_bounds(found: Mapping[str, float]) -> tuple[str, ...]:
-    """Names of the factors whose logarithms are at a bound."""
-    return tuple(name for name, factor in found.items() if min(abs(math.log(factor) - v) for v in _LOGS[name]) < 0.01)
+def _calibrated(
+    losses: Callable[[Factors], Iterator[Tensor]], num_data: int, bounds: Mapping[str, tuple[float, float]]
+) -> Calibration:
+    """The likeliest factors, and what the data say of them and of the network alone, at a scale of zero."""
+    found = _likeliest(losses, num_data, bounds, _PRIORS)
+    at_bounds = tuple(n for n, factor in found.items() if min(abs(math.log(factor) - end) for end in _LOGS[n]) < 0.01)
+    with_error_bars, alone = (-torch.cat(list(losses(factors))) for factors in (found, {"scale": 0.0}))
+    return replace(Calibration(at_bounds=at_bounds), **found).scored("held out", with_error_bars, alone)
 
 
 def _likeliest(
-    losses: Callable[[Mapping[str, Tensor]], Iterator[Tensor]],
+    losses: Callable[[Factors], Iterator[Tensor]],
     num_data: int,
     bounds: Mapping[str, tuple[float, float]],
-    prior: Callable[[Mapping[str, Tensor]], Tensor],
+    priors: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> dict[str, float]:
     """The likeliest factors with logarithms within bounds, by a bounded search of one, by L-BFGS of several."""
     from scipy.optimize import minimize, minimize_scalar  # slow to import
@@ -296,7 +291,7 @@ def _likeliest(
     def value(logs: Tensor) -> Iterator[Tensor]:
         # A part at a time, so that memory holds the graph.
         found = dict(zip(bounds, logs.exp(), strict=True))
-        return chain([prior(found)], (part.sum() for part in losses(found)))
+        return chain((priors[name](factor) for name, factor in found.items()), (part.sum() for part in losses(found)))
 
     if len(bounds) == 1:
         (ends,) = bounds.values()

@@ -27,9 +27,9 @@ _KEPT = 2**24
 class FunctionCovariance(ABC):
     """Covariance of the function at the inputs of a prediction without samples, as the exact method knows it."""
 
-    @abstractmethod
     def variance(self) -> Float[Tensor, "N C"]:
         """The variance of each output."""
+        return self.blocks().diagonal(dim1=1, dim2=2).clamp_min(0)
 
     @abstractmethod
     def blocks(self) -> Float[Tensor, "N C C"]:
@@ -46,23 +46,25 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class OnRequest(FunctionCovariance):
-    """A covariance that is computed when it is asked for, and kept where the prediction is pickled.
+    """A multiple of a covariance that is computed when it is asked for, and kept where the prediction is pickled.
 
     Args:
         function: the covariance; None after it was pickled.
         check: raises if it can not be computed any more.
+        factor: of the covariance.
         known: what was computed before it was pickled, by the names of the methods below.
     """
 
     function: FunctionCovariance | None
     check: Callable[[], None]
+    factor: float = 1.0
     known: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @solver_call
     def _computed(self, name: str) -> Tensor:
         if self.function is not None:
             self.check()
-            return getattr(self.function, name)()
+            return self.factor * getattr(self.function, name)()
         if name not in self.known:
             raise ValueError(
                 f"A prediction that was pickled has covariances of up to {_KEPT:.2g} numbers, and its {name} has more: "
@@ -76,11 +78,11 @@ class OnRequest(FunctionCovariance):
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled: the covariances themselves, since the network and the training data stay behind."""
         if self.function is None:
-            return OnRequest, (None, _nothing, self.known)
+            return OnRequest, (None, _nothing, 1.0, self.known)
         num, size = self.variance().shape
         numbers = {"variance": 0, "blocks": num * size**2, "joint": (num * size) ** 2}
         known = {name: self._computed(name) for name, n in numbers.items() if n <= _KEPT}
-        return OnRequest, (None, _nothing, known)
+        return OnRequest, (None, _nothing, 1.0, known)
 
     def variance(self) -> Tensor:
         return self._computed("variance")
@@ -90,23 +92,6 @@ class OnRequest(FunctionCovariance):
 
     def joint(self) -> Tensor:
         return self._computed("joint")
-
-
-@dataclass(frozen=True)
-class Scaled(FunctionCovariance):
-    """A multiple of a covariance."""
-
-    function: FunctionCovariance
-    factor: float
-
-    def variance(self) -> Tensor:
-        return self.factor * self.function.variance()
-
-    def blocks(self) -> Tensor:
-        return self.factor * self.function.blocks()
-
-    def joint(self) -> Tensor:
-        return self.factor * self.function.joint()
 
 
 @dataclass(frozen=True)
@@ -182,23 +167,16 @@ class DenseCovariance(FunctionCovariance):
         factor = Factor(prior.spread().double(), tensors["factor"], tensors.get("root"))
         return cls(features, prior, factor, precise=True)
 
-    def _parts(self) -> list[Float[Tensor, "n C C"]]:
+    def blocks(self) -> Float[Tensor, "N C C"]:
         features = self.features
         most = max(1, int(BLOCK_BYTES / (16 * features.num_outputs * features.size)))
-        batches = torch.arange(features.num_data).split(min(most, features.batch_size))
         blocks = []
-        for batch in batches:
+        for batch in torch.arange(features.num_data).split(min(most, features.batch_size)):
             rows = self._rows_of.rows(batch).double() * self.prior.scale.double()
             solved = self.factor.solve(rows.flatten(0, 1)).reshape(rows.shape)
             block = rows @ solved.mT
             blocks.append((block + block.mT) / 2)
-        return blocks
-
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        return torch.cat(self._parts())
-
-    def variance(self) -> Float[Tensor, "N C"]:
-        return torch.cat([block.diagonal(dim1=1, dim2=2) for block in self._parts()]).clamp_min(0)
+        return torch.cat(blocks)
 
     def joint(self) -> Float[Tensor, "NC NC"]:
         rows = torch.cat([self._rows_of.rows(batch).double() for batch in self.features.chunks()]).flatten(0, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace_sampling.hyperparameters import rules
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.hyperparameters.rules import LeftOutLabels, LossRise, SelfConsistency, has_left_out_labels
+from laplace_sampling.hyperparameters.rules import LeftOutLabels, SelfConsistency, has_left_out_labels
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -56,7 +56,7 @@ def path_of(model: LinearModel) -> CovariancePath:
 
 def select(model: LinearModel, path: CovariancePath, **settings: Any) -> float:
     # Without a lower bound by the evidence.
-    return LossRise(LeftOutLabels(**settings)).select(model, path, BOUNDS, 0, 1e12).alpha
+    return LeftOutLabels(**settings).select(model, path, BOUNDS, 0, 1e12).alpha
 
 
 def lost_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 4000) -> float:
@@ -129,7 +129,7 @@ def test_the_evidence_of_the_trained_weights_is_a_lower_bound() -> None:
     model, path = problem(noise=0.3)
     alpha = 100 * select(model, path)
     norm = path.effective_dimension(alpha) / alpha
-    assert LossRise(LeftOutLabels()).select(model, path, BOUNDS, 0, norm).alpha == pytest.approx(alpha, rel=0.01)
+    assert LeftOutLabels().select(model, path, BOUNDS, 0, norm).alpha == pytest.approx(alpha, rel=0.01)
 
 
 def test_weights_count_and_ignored_labels_do_not() -> None:
@@ -142,10 +142,10 @@ def test_weights_count_and_ignored_labels_do_not() -> None:
     some = torch.arange(120) >= 40
     ignored = replace(model, targets=model.targets.where(some, -100))
     few = LeftOutLabels()._errors(ignored, path.prior, torch.arange(120)[some], 0)
-    used = LeftOutLabels().share_used(ignored, path.prior, 0, True)
+    used = LeftOutLabels(in_order=True).share_used(ignored, path.prior, 0)
     z = torch.randn(8, 120, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     lost = used(z[:, some], torch.arange(120)[some])
-    other = LeftOutLabels().share_used(model, path.prior, 0, False)
+    other = LeftOutLabels().share_used(model, path.prior, 0)
     warranted = LeftOutLabels()._errors(model, path.prior, torch.arange(120), 0)
     assert lost == pytest.approx(other(z[:, some], torch.arange(120)[some]) * warranted / few)
 
@@ -175,14 +175,14 @@ def test_which_data_have_labels_to_leave_out() -> None:
 
 def test_its_products_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = problem()
-    rule, other, cost = LossRise(LeftOutLabels()), LossRise(SelfConsistency()), Cost(jvp=2.0, vjp=3.0, gradient=4.0)
+    rule, other, cost = LeftOutLabels(), SelfConsistency(), Cost(jvp=2.0, vjp=3.0, gradient=4.0)
     search, plain = rule.cost(model.features), other.cost(model.features)
     assert search.fixed_vjps == 120
     assert search.operations(cost) == plain.operations(cost) + 120 * 3
     assert search.data_within(120, cost, search.operations(cost)) == 120
     assert search.data_within(120, cost, 360 + 0.8 * plain.operations(cost)) == 96
     found = rule.select(model, path, BOUNDS, 0, 1e12)
-    used = LeftOutLabels().share_used(model, path.prior, 0, True)
+    used = LeftOutLabels(in_order=True).share_used(model, path.prior, 0)
     monkeypatch.setattr(LeftOutLabels, "num_vjps", lambda *arguments: 0)
     monkeypatch.setattr(LeftOutLabels, "share_used", lambda *arguments: used)
     without = rule.select(model, path, BOUNDS, 0, 1e12)
@@ -192,5 +192,5 @@ def test_its_products_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_precision_that_costs_so_little_takes_the_largest_and_says_so() -> None:
     model, path = problem(noise=0.3)
-    found = LossRise(LeftOutLabels()).select(model, path, (1e-8, select(model, path) / 100), 0, 1e12)
+    found = LeftOutLabels().select(model, path, (1e-8, select(model, path) / 100), 0, 1e12)
     assert "labels" in found.problems[0]

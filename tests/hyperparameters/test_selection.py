@@ -14,7 +14,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, function_draws
 from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters
-from laplace_sampling.hyperparameters.rules import LossRise, SelfConsistency, grid, smallest_allowed
+from laplace_sampling.hyperparameters.rules import SelfConsistency, grid, smallest_allowed
 from laplace_sampling.hyperparameters.validation import Validation, _widest
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.weighted import weighted
@@ -48,9 +48,7 @@ def ratio_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 
 
 
 def select(model: LinearModel, path: CovariancePath, seed: int = 0, **settings: float) -> Hyperparameters:
-    return LossRise(SelfConsistency(**{"most_ratio": 1.5, "most_lost": 1e9, **settings})).select(
-        model, path, BOUNDS, seed, 1e12
-    )
+    return SelfConsistency(**{"most_ratio": 1.5, "most_lost": 1e9, **settings}).select(model, path, BOUNDS, seed, 1e12)
 
 
 @pytest.mark.parametrize("confidence", [1.0, 6.0])
@@ -83,14 +81,9 @@ def test_the_precision_is_not_below_that_of_the_evidence_of_the_trained_weights(
     model, path = problem("classification")
     alpha = 100 * select(model, path).alpha
     norm = path.effective_dimension(alpha) / alpha
-    assert LossRise(SelfConsistency(1.5, 1e9)).select(model, path, BOUNDS, 0, norm).alpha == pytest.approx(
-        alpha, rel=0.01
-    )
+    assert SelfConsistency(1.5, 1e9).select(model, path, BOUNDS, 0, norm).alpha == pytest.approx(alpha, rel=0.01)
     # Where the network is certain it is the loss that bounds the precision from below.
-    assert (
-        select(model, path).alpha
-        == LossRise(SelfConsistency(1.5, 1e9)).select(model, path, BOUNDS, 0, 1e9 * norm).alpha
-    )
+    assert select(model, path).alpha == SelfConsistency(1.5, 1e9).select(model, path, BOUNDS, 0, 1e9 * norm).alpha
 
 
 def test_a_surer_network_and_a_smaller_ratio_get_a_larger_precision() -> None:
@@ -158,7 +151,7 @@ def test_a_part_of_many_data_is_looked_at_and_its_rows_are_counted() -> None:
         num_data, num_outputs, size = 60_000, 10, 500
 
     features: Any = Many()
-    rule = LossRise(SelfConsistency())
+    rule = SelfConsistency()
     assert rule.num_data(features) == 400
     Many.num_data = 1000
     assert (rule.num_data(features), replace(rule, most=70).num_data(features)) == (100, 70)
@@ -198,7 +191,7 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
 ) -> None:
     monkeypatch.setattr("laplace_sampling.hyperparameters.covariance_path._MOST_OUTPUTS", 1 if samples else 32)
     model, path = problem("classification", confidence)
-    rule = LossRise(SelfConsistency(1.5, 1e9))
+    rule = SelfConsistency(1.5, 1e9)
     found = rule.select(model, path, BOUNDS, 0, 1e12)
     near = rule.select(model, path, BOUNDS, 0, 1e12, 2 * found.alpha)
     assert near.alpha == pytest.approx(found.alpha)
@@ -284,7 +277,7 @@ def many() -> tuple[LinearModel, CovariancePath, Validation]:
 def test_no_precision_at_which_the_rises_agree_takes_the_largest_and_says_so() -> None:
     model, path = problem("classification", 6.0)
     bounds = (1e-8, select(model, path).alpha / 100)
-    found = LossRise(SelfConsistency(1.5, 1e9)).select(model, path, bounds, 0, 1e12)
+    found = SelfConsistency(1.5, 1e9).select(model, path, bounds, 0, 1e12)
     assert found.alpha == bounds[1]
     assert "Laplace's approximation" in found.problems[0]
 
