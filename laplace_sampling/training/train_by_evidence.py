@@ -184,9 +184,8 @@ def train_by_evidence(
         loader: batches of training data, as in `fit_hyperparameters`.
         optimiser: the optimiser of the model's parameters, without a weight decay of its own.
         epochs: the number of epochs.
-        burn_in: epochs before the first update, in which the precisions are those of `prior` and `likelihood`. By
-            default as many as `every`: weights that have not grown yet ask for too much decay.
-        every: epochs between updates. The last epoch always ends with one.
+        every: epochs between updates, and before the first one: weights that have not grown yet ask for too much
+            decay. The last epoch always ends with an update.
         prior: `"layerwise"`, `"isotropic"`, or one of these with the precisions to start from.
         parameters: the weights that have the prior, and so weight decay: names, globs (`"!*Norm*.*"`) or a predicate;
             all trainable ones by default. The others are trained without decay.
