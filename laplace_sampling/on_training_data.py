@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,6 @@ from laplace_sampling.solvers.recorded import recorded
 
 # Training data that are looked at for a score or a scale, at most, and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
-# Training data that are enough to tell whether error bars are useless: a round number.
-_FEW = 256
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class OnTrainingData:
         weights: `R^{-1/2}` of given noise variances, of all data.
     """
 
+    # Training data that are enough to tell whether error bars are useless: a round number.
+    FEW: ClassVar[int] = 256
     # Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
     _LEFT = 0.1
     # A network knows its data by heart if they determine more directions than this part of their number, and less than
@@ -302,5 +303,5 @@ def calibration_of(fit: Fit, tangent: TangentModel, held_out: bool) -> tuple[Cal
         return together, []
     if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
         return Calibration(), []
-    trained = OnTrainingData.of(fit, tangent, _FEW)
+    trained = OnTrainingData.of(fit, tangent, OnTrainingData.FEW)
     return Calibration() if held_out else trained.calibration(), trained.problems(held_out)

@@ -1,6 +1,5 @@
 """A last layer with error bars: the rest of the network runs once, and one product of matrices gives all samples."""
 
-import copy
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from laplace_sampling.curvature.kronecker import Kronecker, outer_factors
 from laplace_sampling.data.batches import arguments, num_rows, read
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.linear_layer import LinearLayer
+from laplace_sampling.networks.private_copy import own_parameter, private_copy
 from laplace_sampling.solvers.dense_curvature import DenseCurvature
 from laplace_sampling.solvers.preconditioners import Curvature
 
@@ -89,7 +89,4 @@ def head_root(
 
 def copied(module: nn.Module) -> nn.Module:
     """A copy in evaluation mode, without gradients."""
-    # Weights that hooks compute, as in pruning, may have a graph, which torch does not copy.
-    computed = [t for part in module.modules() for t in vars(part).values() if isinstance(t, Tensor) and not t.is_leaf]
-    module = copy.deepcopy(module, {id(t): t.detach().clone() for t in computed})
-    return module.eval().requires_grad_(False)
+    return private_copy(module, lambda _, p: own_parameter(p, requires_grad=False))

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.solvers.basis import Basis
 from laplace_sampling.solvers.quadrature import Quadrature, TraceEstimator
 
 # Modes that are found for each decade of a curve: with their slopes, cubic splines between them are off by less than
@@ -266,8 +265,8 @@ def krylov_traces(
     # Of equal norms: the variance of an estimate is then that of directions alone.
     probes = probes * (math.sqrt(ggn.size) / probes.norm(dim=1, keepdim=True))
     known = ggn.features.num_outputs <= _TRACE_OUTPUTS
-    basis = Basis(ggn)
-    estimator = TraceEstimator(basis, probes, ggn.trace() if known else None)
+    estimator = TraceEstimator(ggn, probes, ggn.trace() if known else None)
+    basis = estimator.basis
     while True:
         full = max_basis is not None and basis.size + estimator.width > max_basis and estimator.steps > 0
         exhausted = full or not estimator.step()

@@ -344,11 +344,6 @@ def _interpolated(alphas: Float[Tensor, " A"], share: Callable[[int], float], nu
     return float((logs[number - 1] + part * (logs[number] - logs[number - 1])).exp())
 
 
-# Data of each class, at least, and classes, at most: with fewer of a class labels are predicted wrongly because there
-# are few like them.
-_A_CLASS, _MOST_CLASSES = 10, 100
-
-
 @dataclass(frozen=True)
 class LeftOutLabels(LossRise):
     """Error bars cost training labels no more than errors on left-out data warrant.
@@ -363,6 +358,11 @@ class LeftOutLabels(LossRise):
         most_data: data that are left out in turn, at most. With 400 of them three standard errors hide the errors of
             networks for 10,000 images, and few neighbours make others.
     """
+
+    # Data of each class, at least, and classes, at most: with fewer of a class labels are predicted wrongly because
+    # there are few like them.
+    A_CLASS: ClassVar[int] = 10
+    MOST_CLASSES: ClassVar[int] = 100
 
     name = "leave_one_out"
     an_error: float = 0.2
@@ -401,7 +401,7 @@ def has_left_out_labels(likelihood: Likelihood, num_data: int, num_outputs: int)
     if labels is None or labels.positions(torch.empty(1, num_outputs)).shape[1] != 1:
         return False
     num_classes = max(2, num_outputs)
-    return num_classes <= _MOST_CLASSES and _A_CLASS * num_classes <= num_data
+    return num_classes <= LeftOutLabels.MOST_CLASSES and LeftOutLabels.A_CLASS * num_classes <= num_data
 
 
 def _share_used(model: LinearModel, warranted: float, z: Float[Tensor, "K n C"], some: Tensor) -> float:

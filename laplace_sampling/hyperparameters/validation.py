@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,9 +45,6 @@ from laplace_sampling.predictions.calibration import (
     own_temperature,
 )
 
-# Draws of the function for each datum, each with its opposite.
-_DRAWS = 16
-
 
 @dataclass(frozen=True)
 class Validation(Selection):
@@ -58,6 +56,9 @@ class Validation(Selection):
         price: nats a datum that error bars may cost. A third of it brings half as much for telling other data, three
             times as much costs up to 0.006 nats of test data (`docs/decisions.md`).
     """
+
+    # Draws of the function for each datum, each with its opposite.
+    DRAWS: ClassVar[int] = 16
 
     name = "validation"
     model: LinearModel
@@ -76,13 +77,13 @@ class Validation(Selection):
         weight_norm: float,
         near: float | None = None,
     ) -> Hyperparameters:
-        features, draws = self.model.features, Draws(_DRAWS, seed, Stream.VALIDATION)
+        features, draws = self.model.features, Draws(self.DRAWS, seed, Stream.VALIDATION)
         # An infinite variance would leave no precision to try.
         check_finite(torch.tensor(path.prior_variance(features, Draws(1, seed, Stream.VALIDATION))))
         alphas, likelihood = grid(path, features, bounds), model.likelihood
         if isinstance(likelihood, Gaussian):
             alpha, likelihood, calibration = self._of_regression(likelihood, model, path, alphas, weight_norm)
-            spent = search_cost(features, features.num_data, _DRAWS, len(alphas), rows=True)
+            spent = search_cost(features, features.num_data, self.DRAWS, len(alphas), rows=True)
         else:
             start = None if near is None else nearest(alphas, near)
             alpha, calibration, spent = self._of_labels(path, alphas, draws, start)
@@ -118,7 +119,7 @@ class Validation(Selection):
 
         best = _widest(log_likelihood, len(alphas), self.price * len(f), start)
         tried = calibration.cache_info().currsize
-        return float(alphas[best]), calibration(best), search_cost(features, features.num_data, _DRAWS, tried)
+        return float(alphas[best]), calibration(best), search_cost(features, features.num_data, self.DRAWS, tried)
 
     def _of_regression(
         self, likelihood: Gaussian, model: LinearModel, path: CovariancePath, alphas: Tensor, weight_norm: float
@@ -176,7 +177,7 @@ def validation_cost(features: Features, num_data: int, likelihood: Likelihood, *
     It tries up to a decade of precisions that are about as likely, and one to each side, beside those that it passes:
     seven, and four more a decade apart unless it is known where to look.
     """
-    return search_cost(features, num_data, _DRAWS, 11 if rough else 7, rows=isinstance(likelihood, Gaussian))
+    return search_cost(features, num_data, Validation.DRAWS, 11 if rough else 7, rows=isinstance(likelihood, Gaussian))
 
 
 def _widest(log_likelihood: Callable[[int], float], number: int, price: float, start: int | None = None) -> int:

@@ -82,10 +82,6 @@ _EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
 _CARRIED = 100
 
 
-# Of `log α` at MacKay's fixed point, where the curvature is dense: a definition.
-_ACCURACY = 1e-8
-
-
 @dataclass(frozen=True)
 class Choice:
     """A method for a problem, and why.
@@ -768,7 +764,7 @@ def by_traces(
     traces: Traces,
     solver: Solver,
     start: float | None = None,
-    accuracy: float = _ACCURACY,
+    accuracy: float = 1e-8,
     work: Solver | None = None,
 ) -> Hyperparameters:
     r"""The hyperparameters at MacKay's fixed point, `α‖θ̄‖² = γ(α)`: each precision that is tried has a mode.

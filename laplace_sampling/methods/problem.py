@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from jaxtyping import Float
@@ -22,16 +22,6 @@ from laplace_sampling.linear_model.held_out import HeldOut
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
 from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
 from laplace_sampling.solvers.solver import Afford
-
-# Floating-point operations that are never refused, a second or so: an epoch of a tiny network takes microseconds. At
-# half and twice networks up to half and twice as large may do what they like.
-_FREE = 1e10
-
-
-# Operations of dense algebra in float64 in the time of one of a network. On one core products of matrices run at 14 to
-# 50 e9 a second, eigendecompositions at 12; gradients of a LeNet and of a CNN with batch norm at 6, those of an MLP at
-# 60. With half the value exact posteriors are taken up to matrices a fifth smaller, with twice a quarter larger.
-_DENSE = 3.0
 
 
 def figure(number: float) -> str:
@@ -56,6 +46,12 @@ class Estimate:
         least: operations with which there is a posterior at all, if it may stop before its end.
     """
 
+    # Operations of dense algebra in float64 in the time of one of a network. On one core products of matrices run at 14
+    # to 50 e9 a second, eigendecompositions at 12; gradients of a LeNet and of a CNN with batch norm at 6, those of an
+    # MLP at 60. With half the value exact posteriors are taken up to matrices a fifth smaller, with twice a quarter
+    # larger.
+    DENSE: ClassVar[float] = 3.0
+
     operations: float
     bytes: float
     dense: float = 0.0
@@ -64,7 +60,7 @@ class Estimate:
     @property
     def total(self) -> float:
         """In operations of the network."""
-        return self.operations + self.dense / _DENSE
+        return self.operations + self.dense / self.DENSE
 
 
 class Strict(float):
@@ -86,6 +82,9 @@ class Budget:
         refused: whether an iteration was not affordable.
     """
 
+    # Floating-point operations that are never refused, a second or so: an epoch of a tiny network takes microseconds.
+    # At half and twice networks up to half and twice as large may do what they like.
+    FREE: ClassVar[float] = 1e10
     # The part of what is left that a search for hyperparameters may take: the rest is for the samples.
     _TUNING = 0.5
 
@@ -134,7 +133,7 @@ class Budget:
         """Operations that may be spent in all."""
         if self.epochs is None or self.cost is None:
             return math.inf
-        return max(self.epochs * self.epoch, 0.0 if isinstance(self.epochs, Strict) else _FREE)
+        return max(self.epochs * self.epoch, 0.0 if isinstance(self.epochs, Strict) else self.FREE)
 
     @property
     def left(self) -> float:
@@ -171,7 +170,7 @@ class Budget:
 
     def add(self, operations: float = 0.0, dense: float = 0.0) -> None:
         """Count operations that are no products, and those of dense algebra."""
-        self.others += operations + dense / _DENSE
+        self.others += operations + dense / Estimate.DENSE
         self._dense = self._dense or dense > 0
 
     def __str__(self) -> str:
@@ -205,7 +204,6 @@ class Start:
         samples: `ζ_old`, unscaled; `None` where no minimisation found them, as with Kronecker factors.
         draws: of the samples.
         mode: `θ̄_old`, if it is known.
-        solver: that the earlier fit ended with, which may hold a preconditioner.
     """
 
     prior: GaussianPrior
@@ -213,7 +211,6 @@ class Start:
     samples: Float[Tensor, "K P"] | None
     draws: Draws
     mode: Float[Tensor, " P"] | None = None
-    solver: Any = field(default=None, repr=False)
 
     @property
     def alpha(self) -> float:
@@ -262,10 +259,6 @@ class Start:
     def mode_in(self, scale: Float[Tensor, " P"]) -> Float[Tensor, "1 P"] | None:
         """The old mode in scaled coordinates."""
         return None if self.mode is None else (self.mode.to(scale) / scale)[None]
-
-    def change_of_scale(self, prior: GaussianPrior) -> Float[Tensor, " P"]:
-        """`s/s_old`, by which a preconditioner goes from the old scaled coordinates to those of a prior."""
-        return prior.scale / self.prior.scale.to(prior.scale)
 
 
 def _described(size: int, prior: GaussianPrior) -> str:

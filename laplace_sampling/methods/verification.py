@@ -17,8 +17,6 @@ from laplace_sampling.predictions.diagnosis import FEW_SAMPLES, Check, Diagnosis
 
 # The share of all directions that data may determine: above it the linear model fits any targets.
 NEARLY_ALL = 0.9
-# Shares that deserve a look: of weights without curvature, and of the outputs by which a homogeneous model is off.
-_MANY_FLOORED, _FAR_OFFSET = 0.2, 0.5
 
 
 def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> Diagnosis:
@@ -47,7 +45,7 @@ def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> D
         Check(
             "weights floored",
             fit.prior.num_floored,
-            (0, _MANY_FLOORED * len(weights)),
+            (0, 0.2 * len(weights)),
             "Many weights have no curvature, as dead units and inputs that are constant, so that the floor of the "
             'g-prior sets their variance. Compare with a larger `GPrior(floor=...)` or with `prior="isotropic"`.',
             serious=False,
@@ -56,7 +54,7 @@ def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> D
             "‖φw̄ − f‖ / ‖f‖",
             float(distance.double().norm() / outputs.double().norm()),
             # The affine model agrees with the network at its weights by definition.
-            (0, _FAR_OFFSET if linear_model == "homogeneous" else math.inf),
+            (0, 0.5 if linear_model == "homogeneous" else math.inf),
             "The homogeneous linear model is far from the network, so that α, and the curvature where it is taken at "
             "the mode, are those of another model. This is usual in networks without normalisation layers. Compare "
             '`log_prob` on held-out data with that of `linear_model="affine"`.',

@@ -184,11 +184,12 @@ def _not_adjoint(
     forward, reverse = (u * pushed).sum((1, 2)), (v * pulled).sum(1)
     if _near(forward, reverse, pushed, allowed):
         return None
-    reason = _OTHER_DERIVATIVE if network.lacking is None else _LACKING.format(network.lacking)
+    reason = f": {network.lacking}" if network.lacking else ""
     return _TwoJacobians(
         f"The Jacobian products of {type(network.module).__name__} by forward and by reverse mode are not of the same "
         f"Jacobian: ⟨u, φv⟩ = {float(forward[0]):.6g}, but ⟨φᵀu, v⟩ = {float(reverse[0]):.6g} for random u and v. "
-        f"{reason} Replace it, or choose weights after it with `parameters=`."
+        "Some operation has another derivative in one of them, as by a custom `autograd.Function`, a gradient hook or "
+        f"numpy{reason}. Replace it, or choose weights after it with `parameters=`."
     )
 
 
@@ -199,16 +200,9 @@ _INDEPENDENT = (
 )
 _MISSED = (
     "{} does not take the weights {} from where they are registered: `torch.autograd.grad` of the model has another "
-    "derivative in them than Jacobian products, as where a function of autograd runs a part of the model again in its "
-    "backward pass (`torchdiffeq.odeint_adjoint`, reversible layers), or where a closure or a view holds a weight. "
-    "Compute all from the registered parameters (`odeint`), or choose weights after that with `parameters=`."
-)
-_OTHER_DERIVATIVE = (
-    "Some operation has another derivative in one of them, as by a custom `autograd.Function` or a gradient hook."
-)
-_LACKING = (
-    "An operation has no forward derivative, and its reverse one cannot be differentiated in its place, as where it "
-    "is `once_differentiable` or goes through numpy: {}."
+    "derivative in them, as where a backward pass runs a part of the model again (`torchdiffeq.odeint_adjoint`), or a "
+    "closure or a view holds a weight. Compute all from the registered parameters (`odeint`), or choose weights after "
+    "that with `parameters=`."
 )
 
 

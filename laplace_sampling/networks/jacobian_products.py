@@ -25,7 +25,7 @@ from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.branches import by_branch
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.shell import HALF, Shell, Weights
-from laplace_sampling.networks.stacked_tangents import StackedTangents
+from laplace_sampling.networks.stacked_tangents import is_product, stacked
 
 Function = Callable[[Weights], Tensor]
 
@@ -72,7 +72,8 @@ class JacobianProducts:
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
         self.rows_are_right, self._dual_works = False, True
-        self._stacks = StackedTangents()
+        # Whether stacked tangents work, by the names of the random weights.
+        self._stacks: dict[tuple[str, ...], bool] = {}
         self.lacking: str | None = None
 
     def push(
@@ -114,10 +115,23 @@ class JacobianProducts:
         ) from errors[0]
 
     def _push_stacked(self, f: Function, weights: Weights, tangents: Weights, largest: float) -> Tensor | None:
-        like = next(iter(tangents.values()))
-        if len(like) == 1 or self._pushes[0] != self._push_together:
+        """By stacked tangents; `None` where they fail, or are other than those of `jvp` in the first product."""
+        key, like = tuple(weights), next(iter(tangents.values()))
+        if len(like) == 1 or self._pushes[0] != self._push_together or not self._stacks.get(key, True):
             return None
-        return self._stacks.push(f, weights, tangents, self.batching.vectors_together(len(like), like.device, largest))
+        together, product = self.batching.vectors_together(len(like), like.device, largest), None
+        try:
+            product = stacked(f, weights, tangents, together)
+            works = self._stacks.get(key)
+            if works is None:
+                works = is_product(product[0], f, weights, {name: t[0] for name, t in tangents.items()})
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # rules meet calls of all kinds; an error of the network itself comes again in the next way
+            works = False
+        if works is not None:
+            self._stacks[key] = works
+        return product if works else None
 
     def _settle_on(self, way: Callable, error: Exception) -> None:
         """Drops the ways before this one, and says why."""

@@ -17,7 +17,7 @@ their weights at several places, as convolutions, sum over the places by one pro
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -354,17 +354,18 @@ def layers_of(run: LayerRun, places: dict[str, Tensor]) -> list[Layer]:
     names = list(run.uses)
     uses = [use for name in names for use in run.uses[name]]
     plain, scaled = run.gradients(uses, u), run.gradients(uses, u * factors[:, None])
-    folds_of = dict(zip(map(id, uses), map(_fold, uses, plain, scaled, [factors] * len(uses)), strict=True))
+    folds_of = {
+        id(use): (_fold(use, g, g_scaled, factors), g) for use, g, g_scaled in zip(uses, plain, scaled, strict=True)
+    }
     of_weights = dict(zip(run.weights, _weight_gradients(run, u), strict=True))
     found = []
     for name in names:
-        of_uses = [fold for use in run.uses[name] if (fold := folds_of[id(use)]) is not None]
-        if len(of_uses) < len(run.uses[name]):
+        of_uses, gradients = zip(*(folds_of[id(use)] for use in run.uses[name]), strict=True)
+        if None in of_uses:
             continue
-        gradients = run.gradients(run.uses[name], u)
-        pair = run.pair(name, of_uses, iter(gradients))
+        pair = run.pair(name, list(of_uses), iter(gradients))
         if pair is not None and _explained(pair, [of_weights[n] for n in name], gradients):
-            found.append(Layer(name, of_uses, _joined([places[n] for n in name], pair)))
+            found.append(Layer(name, list(of_uses), _joined([places[n] for n in name], pair)))
     return found
 
 
@@ -398,7 +399,7 @@ def _joined(of_names: list[Tensor], pair: Pair) -> Tensor:
     return torch.cat([t.reshape(q, m, -1) for t in of_names], dim=-1)
 
 
-def _explained(pair: Pair, gradients: list[Tensor], of_uses: list[Tensor | None]) -> bool:
+def _explained(pair: Pair, gradients: list[Tensor], of_uses: Iterable[Tensor | None]) -> bool:
     """Whether gradients of the weights are those that the operations give, by gradients in their outputs."""
     found, expected = torch.einsum("nqmt,nqkt->qmk", *pair), _joined(gradients, pair).to(pair[0])
     # Torch sums those of weights in the precision of the operations, which half precision and `autocast` lower.

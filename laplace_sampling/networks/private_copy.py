@@ -24,7 +24,7 @@ def private_copy(module: nn.Module, weight: Callable[[str, nn.Parameter], nn.Par
     tensors: dict[int, Any] = {id(p): weight(name, p) for name, p in module.named_parameters()}
     # Weights that hooks compute, as those of pruning, may have a graph, which torch does not copy.
     computed = [t for part in parts for t in vars(part).values() if isinstance(t, Tensor) and not t.is_leaf]
-    tensors |= {id(t): t for t in computed}
+    tensors |= {id(t): t.detach().clone() for t in computed}
     memo = dict(tensors)
     try:
         copied = copy.deepcopy(module, memo)

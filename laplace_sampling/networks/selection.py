@@ -133,13 +133,12 @@ def _check_part(part: nn.Module, subject: str) -> None:
         raise TypeError(f"{subject} is a {kind} of torch.jit, which has no Jacobian products: pass its plain module.")
     if kind == "FullyShardedDataParallel":
         raise TypeError(
-            f"{subject} is a {kind}, whose flattened parameters have no Jacobian products: apply `fully_shard` to the "
-            "model instead, or pass the model with the full weights."
+            f"{subject} is a {kind}, whose parameters are flattened: apply `fully_shard` to the model instead."
         )
     if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
         raise ValueError(
-            f"{subject} is an `nn.{kind}(max_norm=...)`, which changes its weights in the forward pass. Renormalise "
-            "them once, and set `max_norm` to None."
+            f"{subject} is an `nn.{kind}(max_norm=...)`, which changes its weights in its forward: renormalise them "
+            "once, and set `max_norm` to None."
         )
     for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
         if tensor is None:
@@ -151,14 +150,13 @@ def _check_part(part: nn.Module, subject: str) -> None:
             )
         if tensor.is_inference():
             raise ValueError(
-                f"{subject} is a {kind} whose `{name}` was made in `torch.inference_mode()`, so that torch does not "
-                "differentiate it: make or load the model outside of it, or pass `copy.deepcopy(model)`."
+                f"{subject} is a {kind} whose `{name}` was made in `torch.inference_mode()`: make or load the model "
+                "outside of it, or pass `copy.deepcopy(model)`."
             )
         if is_dtensor(tensor) and not _is_shared_by_fsdp_alone(tensor, part):
             raise TypeError(
-                f"{subject} is a {kind} whose `{name}` is shared out over processes in another way than by "
-                "`fully_shard` alone, as by `parallelize_module`, and has no Jacobian products: load the full weights "
-                "(`get_model_state_dict` of `torch.distributed.checkpoint`) into a model that is not parallelised."
+                f"{subject} is a {kind} whose `{name}` is shared out in another way than by `fully_shard` alone, as by "
+                "`parallelize_module`: load the full weights into a model that is not parallelised."
             )
 
 

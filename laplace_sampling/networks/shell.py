@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -77,7 +77,7 @@ class Shell:
         self._complex = [name for name in names if parameters[name].is_complex()]
         self.shapes = {name: real_shape(parameters[name]) for name in names}
         self.sizes = [shape.numel() for shape in self.shapes.values()]
-        self.mesh = next((p.device_mesh for p in parameters.values() if is_dtensor(p)), None)
+        self.mesh: Any = next((p.device_mesh for p in cast(dict[str, Any], parameters).values() if is_dtensor(p)), None)
         self._look()
 
     def _look(self) -> None:

@@ -58,41 +58,19 @@ class _Stacked(Tensor):
         return cls.of(result)
 
 
-class StackedTangents:
-    """Products of one network, for each choice of random weights as long as they are those of `jvp`."""
+def stacked(f: Function, weights: Weights, tangents: Weights, together: int) -> Float[Tensor, "K N C"]:
+    """`φ v_k`, without a graph.
 
-    def __init__(self) -> None:
-        self._works: dict[tuple[str, ...], bool] = {}
-
-    def push(self, f: Function, weights: Weights, tangents: Weights, together: int) -> Float[Tensor, "K N C"] | None:
-        """`φ v_k`, without a graph; `None` where they fail, or are other than those of `jvp`.
-
-        Args:
-            f: the network, `{name: tensor} -> [N, C]`, with an option `composed`.
-            weights: where it is differentiated.
-            tangents: `v_k`, by weight `[K, ...]`.
-            together: vectors at once.
-        """
-        key = tuple(weights)
-        if not self._works.get(key, True):
-            return None
-        parts = zip(*(t.split(together) for t in tangents.values()), strict=True)
-        try:
-            # Outside of `enable_grad`, forward derivatives stop too.
-            with torch.enable_grad():
-                products = [_product(f, weights, dict(zip(weights, part, strict=True))).detach() for part in parts]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # rules meet calls of all kinds; an error of the network itself comes again in the next way
-            self._works[key] = False
-            return None
-        product = products[0] if len(products) == 1 else torch.cat(products)
-        if key not in self._works:
-            works = _is_product(product[0], f, weights, {name: t[0] for name, t in tangents.items()})
-            if works is None:
-                return None
-            self._works[key] = works
-        return product if self._works[key] else None
+    Args:
+        f: the network, `{name: tensor} -> [N, C]`, with an option `composed`.
+        weights: where it is differentiated.
+        tangents: `v_k`, by weight `[K, ...]`.
+        together: vectors at once.
+    """
+    parts = zip(*(t.split(together) for t in tangents.values()), strict=True)
+    with torch.enable_grad():  # outside of it, forward derivatives stop too
+        products = [_product(f, weights, dict(zip(weights, part, strict=True))).detach() for part in parts]
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 def _product(f: Function, weights: Weights, tangents: Weights) -> Tensor:
@@ -102,15 +80,10 @@ def _product(f: Function, weights: Weights, tangents: Weights) -> Tensor:
     return out.dual.tangents
 
 
-def _is_product(product: Tensor, f: Function, weights: Weights, tangent: Weights) -> bool | None:
+def is_product(product: Tensor, f: Function, weights: Weights, tangent: Weights) -> bool | None:
     """Whether it is that of `jvp`: torch does not see all that happens in a network. `None` if that one is zero."""
-    try:
-        with torch.enable_grad():
-            expected = jvp(f, (weights,), (tangent,))[1].detach()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # it is the next ways that say what is lacking
-        return False
+    with torch.enable_grad():
+        expected = jvp(f, (weights,), (tangent,))[1].detach()
     dtypes = (expected.dtype, next(iter(weights.values())).dtype)
     return difference(product, expected) <= max(map(rounding, dtypes)) if 0 < expected.norm() < math.inf else None
 

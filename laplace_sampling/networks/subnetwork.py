@@ -129,10 +129,7 @@ def _indices(module: nn.Module, elements: Elements) -> dict[str, Tensor]:
     parameters = dict(module.named_parameters())
     unknown = [name for name in elements if name not in parameters]
     if unknown:
-        raise ValueError(
-            f"`parameters={{...}}` has masks for {unknown}, which are no parameters of the model; it has "
-            f"{list(parameters)}."
-        )
+        raise ValueError(f"`parameters={{...}}` has masks for {unknown}; the model has {list(parameters)}.")
     indices = {name: _index(name, real_shape(parameters[name]), of_name) for name, of_name in elements.items()}
     indices = {name: index for name, index in indices.items() if len(index)}
     if not indices:

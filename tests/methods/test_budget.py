@@ -56,14 +56,14 @@ def spent(la: LinearisedLaplace) -> float:
 
 
 def test_a_budget_counts_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    monkeypatch.setattr(budgets.Budget, "FREE", 0.0)
     products = {"jvp": 100, "vjp": 100}
     budget = Budget(10.0, COST, 50, products)
     assert (budget.epoch, budget.spent, budget.left) == (200.0, 0.0, 2000.0)
     products.update(jvp=150, vjp=200)
     assert budget.operations == 50 * 2 + 100 * 3
     budget.add(100, dense=300)
-    assert budget.spent == (400 + 100 + 300 / budgets._DENSE) / 200
+    assert budget.spent == (400 + 100 + 300 / budgets.Estimate.DENSE) / 200
     assert budget.affords(budget.left)
     assert not budget.affords(1.01 * budget.left)
     assert not budget.refused
@@ -100,7 +100,7 @@ def test_an_epoch_is_a_gradient_of_all_weights() -> None:
 
 @covering(method=["auto", "krylov", "stochastic"], budget=[5.0, 20.0, 100.0])
 def test_no_more_is_spent_than_allowed(method: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    monkeypatch.setattr(budgets.Budget, "FREE", 0.0)
     model, data = image_problem()
     la = fitted(data, model, budget, method=method)
     assert 0.3 < spent(la) <= 1.1 * budget
@@ -110,7 +110,7 @@ def test_no_more_is_spent_than_allowed(method: str, budget: float, monkeypatch: 
 
 @pytest.mark.parametrize("budget", [5.0, 40.0, None])
 def test_a_fit_does_what_was_planned(budget: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    monkeypatch.setattr(budgets.Budget, "FREE", 0.0)
     model, data = image_problem()
     plan = LinearisedLaplace(model, "classification", num_samples=16).plan(data, budget=budget)
     la = fitted(data, model, budget)
@@ -125,7 +125,7 @@ def test_a_fit_does_what_was_planned(budget: float | None, monkeypatch: pytest.M
 def test_plan_and_rule_agree_on_what_the_rule_takes(
     method: str, validation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    monkeypatch.setattr(budgets.Budget, "FREE", 0.0)
     # Samples of the weights, as of large networks.
     monkeypatch.setattr("laplace_sampling.hyperparameters.covariance_path._MOST_WEIGHTS", 100)
     model, data = image_problem()
@@ -150,7 +150,7 @@ def test_a_plan_fits_nothing() -> None:
 
 
 def test_what_the_budget_does_not_pay_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    monkeypatch.setattr(budgets.Budget, "FREE", 0.0)
     model, data = image_problem(250)
     la = LinearisedLaplace(model, "classification", method="krylov", num_samples=16)
     with pytest.warns(ConvergenceWarning, match="Kronecker"):

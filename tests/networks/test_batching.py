@@ -83,16 +83,6 @@ def test_what_does_not_hold_one_datum_is_an_error() -> None:
         Batching().in_parts(5, lambda rows: torch.zeros(2).reshape(7))  # no other error is
 
 
-@pytest.mark.parametrize("method", ["krylov", "exact"])
-def test_a_fit_that_runs_out_of_memory_is_that_of_smaller_batches(method: str) -> None:
-    expected = laplace_of(net(), "classification", method=method, num_samples=8).fit([(X, Y)], progress=False)
-    la = laplace_of(net(Hungry), "classification", method=method, num_samples=8)
-    with pytest.warns(UserWarning, match="Memory"):
-        la.fit([(X, Y)], progress=False)
-    assert_close(la.samples_, expected.samples_, rtol=2e-3, atol=2e-3)
-    assert_close(la.predict(X).variance, expected.predict(X).variance, rtol=1e-2, atol=1e-4)
-
-
 def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(Hungry, "most", 60)

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import reference
 import torch
-from flat_settings import laplace_of
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.testing import assert_close
@@ -74,12 +73,6 @@ class OfNodes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.index_add(0, self.edges[1], x[self.edges[0]]))
-
-
-@pytest.mark.parametrize("method", ["exact", "krylov", "sgd", "kfac"])
-def test_rows_that_act_on_each_other(method: str) -> None:
-    with pytest.raises(ValueError, match="outputs"):
-        laplace_of(Of(centred), "classification", method=method).fit([(X, Y)], progress=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -221,19 +221,3 @@ def test_a_network_that_takes_batches_itself() -> None:
     assert_close(network.jvp(x, v), expected)
     assert_close(network.jvp(x, v[:1]), expected[:1])
     assert network.lacking is None
-
-
-@pytest.mark.parametrize("parameters", [["2.*"], ["0.*"], ["!0.*"], ["*.bias"], None])
-def test_a_product_with_frozen_layers_costs_no_more_than_its_factors(parameters: list[str] | None) -> None:
-    """Operations of a JVP of one vector, in those of the layers."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    network, x = Linearisation(model, parameters), torch.randn(10, 8, dtype=torch.float64)
-    v = torch.randn(1, network.num_parameters, dtype=torch.float64)
-    first, second = 2 * 10 * 8 * 16, 2 * 10 * 16 * 4
-    random = {name.removesuffix(".weight") for name in network.names if name.endswith("weight")}
-    behind = second if any(name.startswith("0") for name in network.names) else 0
-    expected = first + second + behind + ("0" in random) * first + ("2" in random) * second
-    network.jvp(x, v)
-    with FlopCounterMode(display=False) as counter:
-        network.jvp(x, v)
-    assert counter.get_total_flops() == expected

@@ -343,13 +343,6 @@ def test_weights_of_a_regression_are_no_noise_variances() -> None:
         LinearisedLaplace(network(), "regression").fit([(X, VALUES)], data=Data(weights=ones, noise_variances=ones))
 
 
-def test_weights_in_any_form() -> None:
-    given = [2.0] * 3 + [1.0] * 6
-    expected = fit([(X, Y)], method="exact", data=Data(weights=torch.tensor(given))).samples_
-    for weights in (given, torch.tensor(given).numpy()):
-        assert torch.equal(fit([(X, Y)], method="exact", data=Data(weights=weights)).samples_, expected)
-
-
 def test_numbers_of_numpy_for_a_network_in_float32() -> None:
     la = LinearisedLaplace(nn.Linear(3, 3), "classification", num_samples=4)
     with pytest.raises(RuntimeError, match="numpy"):
@@ -359,12 +352,6 @@ def test_numbers_of_numpy_for_a_network_in_float32() -> None:
         la.predict(X)
 
 
-def test_what_differs_between_batches_must_be_a_tensor() -> None:
-    batches = [{"a": X[:4], "labels": Y[:4], "name": "one"}, {"a": X[4:], "labels": Y[4:], "name": "two"}]
-    with pytest.raises(ValueError, match="'two'"):
-        fit(batches)
-
-
 def test_weights_do_not_scale_densities() -> None:
     settings = {"method": "exact", "data": Data(weights=torch.full((9,), 2.0))}
     la = fit([(X, Y)], **settings)
@@ -372,11 +359,3 @@ def test_weights_do_not_scale_densities() -> None:
     loo = la.leave_one_out().log_prob
     assert_close(loo.exp() <= 1, torch.ones(9, dtype=torch.bool))
     assert float(loo.mean()) > 2 * float(la.predict(X).log_prob(Y).mean())
-
-
-def test_a_loader_is_not_predicted() -> None:
-    la = fit([(X, Y)])
-    with pytest.raises(TypeError, match="DataLoader"):
-        la.predict(DataLoader(TensorDataset(X)))
-    with pytest.raises(TypeError, match=r"\bdict\b"):
-        la.predict({"a": "word"})

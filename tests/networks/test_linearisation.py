@@ -180,32 +180,3 @@ def test_products_are_differentiable_where_asked_for(name: str) -> None:
         assert_close(with_graph(*inputs).detach(), plain(*(t.detach() for t in inputs)))
         assert torch.autograd.gradcheck(with_graph, inputs, eps=1e-6, atol=1e-5, fast_mode=True)
     assert all(p.grad is None for p in case.model.parameters())
-
-
-class Distances(nn.Module):
-    """To four points, whose pullbacks torch gets wrong under `vmap`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3).double()
-        self.points = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cdist(self.inner(x), self.points)
-
-
-def test_products_of_distances() -> None:
-    """Products and Jacobian against single derivatives of torch's own `cdist`."""
-    torch.manual_seed(0)
-    model, x = Distances(), torch.randn(5, 3, dtype=torch.float64)
-    network = Linearisation(model)
-    rows = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in model(x).reshape(-1)]
-    full = torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
-    u, v = torch.randn(6, 5, 4, dtype=torch.float64), torch.randn(6, full.shape[1], dtype=torch.float64)
-    names = [name for name, _ in model.named_parameters()]
-    assert network.names == names
-    assert_close(network.jacobian(x).reshape(full.shape), full, rtol=1e-8, atol=1e-10)
-    assert_close(network.vjp(x, u), u.flatten(1) @ full, rtol=1e-8, atol=1e-10)
-    assert_close(network.jvp(x, v).flatten(1), v @ full.T, rtol=1e-8, atol=1e-10)
-    each = (u[0].reshape(5, 4, 1) * full.reshape(5, 4, -1)).sum(1)
-    assert_close(network.vjp_each(x, u[0]), each, rtol=1e-8, atol=1e-10)

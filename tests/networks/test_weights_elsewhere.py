@@ -5,7 +5,6 @@ References are by `torch.autograd.grad` of the module itself, or of one that has
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import reference
@@ -127,14 +126,6 @@ def test_a_weight_that_is_used_in_both_ways() -> None:
     model.ws = [model.fc.weight]
     model.apply_fc = lambda h: model.fc(h).tanh() @ model.ws[0]
     assert_close(deviations(model), dense(model))
-
-
-def test_a_loaded_posterior(tmp_path: Path) -> None:
-    model, _ = pair(in_list)
-    la = laplace(model).fit([(X, Y)], progress=False, budget=None)
-    la.save(tmp_path / "posterior.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
-    assert_close(loaded.predict(X[:5]).stddev[:, 0], dense(model))
 
 
 # Functions of autograd ------------------------------------------------------------------------------------------------
