@@ -73,7 +73,6 @@ class Fitted:
             samples=posterior.samples if posterior.method.minimises else None,
             draws=Draws(len(posterior.samples), seed, Stream.SAMPLES),
             mode=known if posterior.mode is None else posterior.mode,
-            solver=getattr(fit, "solver", None),
         )
 
 

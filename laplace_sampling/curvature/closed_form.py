@@ -13,7 +13,7 @@ from laplace_sampling.curvature.head import head_curvature, head_of, partial_tra
 from laplace_sampling.curvature.kronecker import Factors, Kronecker, corrected, kronecker_factors
 from laplace_sampling.linear_model.draws import Draws, SeededNoise, Stream
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, GPrior, Layers, Prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, GPrior, Layers, Prior, overall_precision
 from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.networks.layers import Layer
 from laplace_sampling.networks.linearisation import Linearisation
@@ -188,6 +188,9 @@ class FactoredSampler(Sampler):
         value = curvature.solve_root(draws.prior(ggn.size).to(ggn.device, ggn.dtype), spread)
         no_error = torch.zeros(len(value), dtype=torch.float64, device=ggn.device)
         leverage = curvature.leverage(spread)[None]
+        if len(prior.names) == 1:
+            # With the eigenvalues that a curvature of low rank has cut off.
+            leverage *= curvature.dimension(overall_precision(prior)) / leverage.sum().clamp_min(1e-300)
         return Solution(value, value, no_error, leverage, curvature.passes, converged=True, exact=True, error=no_error)
 
     def within(self, afford: Afford) -> Solver:

@@ -199,7 +199,6 @@ class Sketch:
         weights: `w`, `[m]`.
         products: `gᵢᵀgⱼ`, `[m, m]` in float64, if they are known.
         passes: products that were spent on it, in units of all data and one vector.
-        change: the relative change of predicted standard deviations from half of the rows to these, if it is known.
         chance: `ρ` of the correction: one for independent rows, zero for none.
     """
 
@@ -213,11 +212,10 @@ class Sketch:
         weights: Float[Tensor, " m"],
         products: Float[Tensor, "m m"] | None = None,
         passes: float = 0.0,
-        change: float = math.nan,
         chance: float = 0.0,
     ) -> None:
         self.rows, self.weights = list(rows), weights.to(rows[0].device, torch.float64)
-        self._products, self.passes, self.change, self.chance = products, passes, change, chance
+        self._products, self.passes, self.chance = products, passes, chance
         self.size, self.num_rows = rows[0].shape[1], len(weights)
         # Eigenvalues and eigenvectors of the Gram matrix.
         self._known: tuple[Tensor, Tensor] | None = None
@@ -351,15 +349,9 @@ class Sketch:
         """The corrected sketch of this shift, `M̂/c`, without a correction of its own."""
         return self.times(1 / self.correction(shift), 0.0)
 
-    def without_rows(self) -> "Sketch":
-        """Its eigenvalues alone, for effective dimensions."""
-        other = Sketch([self.rows[0][:0]], self.weights[:0], None, self.passes, self.change, self.chance)
-        other._known, other.num_rows = (self.spectrum, self.spectrum.new_empty(0, 0)), self.num_rows
-        return other
-
     def times(self, factor: float, chance: float | None = None) -> "Sketch":
         """`factor · M̂`, without a new decomposition."""
         chance = self.chance if chance is None else chance
-        other = Sketch(self.rows, self.weights * factor, self._products, self.passes, self.change, chance)
+        other = Sketch(self.rows, self.weights * factor, self._products, self.passes, chance)
         other._known, other.num_rows = (self._eigen[0] * factor, self._eigen[1]), self.num_rows
         return other

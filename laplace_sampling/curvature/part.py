@@ -22,7 +22,6 @@ Samples of the posterior of a sketch, and one sketch for all precisions and nois
 """
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -34,15 +33,14 @@ from torch import Tensor
 from laplace_sampling.curvature.closed_form import FactoredSampler
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.datum_rows import DatumRows
-from laplace_sampling.linear_model.draws import Draws, SeededNoise, Stream
+from laplace_sampling.linear_model.draws import SeededNoise, Stream
 from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
-from laplace_sampling.solvers.solver import Minimum, Objective, Solution
+from laplace_sampling.solvers.solver import Minimum, Objective
 
 # Data whose rows are computed together, at most: temporary copies are of these only.
 _TOGETHER = 256
@@ -195,30 +193,30 @@ class Growth:
         sequence: of the rows.
         bytes_: memory for rows and matrices.
         num_rows: rows of the last sketch.
+        change: the relative change of predicted standard deviations from half of the rows to these, if it is known.
         made: the last sketch and the one before it.
     """
 
     sequence: RandomRows
     bytes_: float = 2.0**33
     num_rows: int = 0
+    change: float = math.nan
     made: list[Sketch] = field(default_factory=list)
     _rows: list[Tensor] = field(default_factory=list)
     _factored: list[DatumRows] = field(default_factory=list)  # the same rows
     _products: Tensor | None = None  # of the rows with each other
     _probed: list[Tensor] = field(default_factory=list)  # of the probes with the rows
-    _vjps: int = 0
 
     @property
     def size(self) -> int:
         return self.sequence.ggn.size
 
     def __post_init__(self) -> None:
-        itemsize = torch.empty((), dtype=self.sequence.ggn.dtype).element_size()
-        self._held = rows_that_fit(self.size, itemsize, self.bytes_)
+        itemsize = self.sequence.ggn.dtype.itemsize
+        self._most = min(self.sequence.most, rows_that_fit(self.size, itemsize, self.bytes_))
         rows = self.bytes_ / (self.size * itemsize)
         self._num_probes = max(1, min(NUM_PROBES, int(_OF_PROBES * rows)))
         self._together = max(1, int(_OF_CHUNK * rows))
-        self._sums = 4 * 8 * self.size**2 <= self.bytes_
 
     @property
     def spare_bytes(self) -> float:
@@ -226,56 +224,75 @@ class Growth:
         return self.bytes_ * (_OF_PROBES + 2 * _OF_CHUNK)
 
     def without_rows(self) -> "Growth":
-        """The sizes of its sketches, without their rows."""
-        return Growth(self.sequence, self.bytes_, self.num_rows, [sketch.without_rows() for sketch in self.made])
+        """How many rows there were, and their change."""
+        return Growth(self.sequence, self.bytes_, self.num_rows, self.change)
 
     def reachable(self, num_rows: int) -> int:
-        """The number of rows nearest below the wanted one with which there is a sketch."""
-        num_rows = min(num_rows, self.sequence.most)
-        # A sum of products of rows needs none of them in memory.
-        return num_rows if self._sums and num_rows > self.size else min(num_rows, self._held)
+        """The wanted number of rows, or as many as memory holds."""
+        return min(num_rows, self._most)
 
     def starting(self, most: int, max_rows: int) -> int:
         """A number of rows, `most` at most, whose doubles end at the largest part, so that its half has been made."""
         limit = self.reachable(max_rows)
         if limit == self.sequence.most:
-            return self.reachable(most)  # the last part is `M` itself, and needs no half
+            return min(most, limit)  # the last part is `M` itself, and needs no half
         while limit > 1 and (limit > most or 2 * limit > self.reachable(max_rows)):
             limit //= 2
         return limit
 
     def following(self, max_rows: int) -> int:
         """The next number of rows: twice as many, or all; the same number if there is no larger part."""
-        limit = self.reachable(max_rows)
+        limit, double = self.reachable(max_rows), min(2 * self.num_rows, self.sequence.most)
         # A part that is compared with more than its half would seem to be more accurate than it is.
-        if limit < min(2 * self.num_rows, self.sequence.most):
-            return self.num_rows
-        double = min(2 * self.num_rows, limit)
-        # Between the rows that are held and those of which there is a sum there is nothing.
-        return double if self.reachable(double) == double else min(self.size + 1, limit)
+        return self.num_rows if limit < double else double
 
     def sketch(self, num_rows: int) -> Sketch:
         """The sketch of so many rows, more than before, which is kept together with the one before it."""
         weights = self.sequence.weights(num_rows)
-        if num_rows <= min(self.size, self._held):
-            self._extend(num_rows)
+        self._extend(num_rows)
+        if num_rows <= self.size:
             found = Sketch(self._rows, weights, self._products)
             sampled = float(found.products.diagonal().sum())
         else:
             # Eigenvectors of `M̂` itself are then less work than those of the Gram matrix.
-            matrix, sampled = self._sum_to(num_rows, weights)
+            blocks = [block for rows in self._rows for block in rows.split(_TOGETHER)]
+            roots = weights.sqrt().split([len(block) for block in blocks])
+            weighted = (root[:, None].to(block) * block for root, block in zip(roots, blocks, strict=True))
+            matrix = sum_of_squares(weighted, self.size, self.sequence.ggn.device)
             values, vectors = symmetric_eigen(matrix)
-            found = Sketch.of_eigenvectors(values, vectors.T, num_rows)
+            found = Sketch.of_eigenvectors(values.clamp_min(0), vectors.T, num_rows)
+            sampled = sum(float(block.double().square().sum()) for block in blocks)
         self.num_rows = num_rows
-        found.passes = (self._vjps + min(self._num_probes, self.sequence.num_data)) / (2 * self.sequence.num_data)
-        found.chance = self._chance(sampled, found)
+        num_data = self.sequence.num_data
+        found.passes = (num_rows + min(self._num_probes, num_data)) / (2 * num_data)
+        # The part of the trace that is not known but estimated: rows of weight one are sure to be drawn.
+        whole = float(found.spectrum.sum())
+        if num_rows < self.sequence.most and whole > 0:
+            found.chance = min(max(1 - sampled / whole, 0.0), 1.0)
         self.made = [*self.made[-1:], found]
         return found
 
-    def _chance(self, sampled: float, found: Sketch) -> float:
-        """`ρ`, the part of the trace that is not known but estimated: rows of weight one are sure to be drawn."""
-        whole = float(found.spectrum.sum())
-        return min(max(1 - sampled / whole, 0.0), 1.0) if whole > 0 and self.num_rows < self.sequence.most else 0.0
+    def grow(self, shift: float, tolerance: float, max_rows: int) -> Sketch:
+        """Doubles the rows until predicted standard deviations change by less than a tolerance, or to a limit.
+
+        The error of the part that is returned is less than the change, nearly always: rows that are sure to be drawn
+        are in a part and its half, and both have them exactly; of the others, the two differ by as much as they are off
+        at least. Of 24 fits to networks that are sure of most labels the error was 0.02 to 0.4 of the change, of
+        classifications of 3 to 8 classes 0.1 to 0.85.
+
+        Args:
+            shift: the prior precision at which parts are compared.
+            tolerance: of the change.
+            max_rows: at most so many rows; memory may hold fewer.
+        """
+        if not self.made:
+            self.sketch(self.starting(_FIRST, max_rows))
+        while True:
+            self.change = self.change_at(shift)
+            more = self.following(max_rows)
+            if self.change <= tolerance or more <= self.num_rows:
+                return self.made[-1]
+            self.sketch(more)
 
     @cached_property
     def probes(self) -> DatumRows:
@@ -283,19 +300,19 @@ class Growth:
         sequence = replace(self.sequence, stream=Stream.SUBSET_PROBES)
         return sequence.probes(self._num_probes, self._together)
 
-    def change(self, shifts: Float[Tensor, " A"]) -> float:
-        """The largest change of predicted standard deviations from the sketch before the last one to the last one."""
+    def change_at(self, shift: float) -> float:
+        """The change of predicted standard deviations from the sketch before the last one to the last one."""
         if self.num_rows == self.sequence.most:
             return 0.0  # the last one is `M` itself
         if len(self.made) < 2:
             return math.nan
         norms = self.probes.squares()
-        half, whole = ((sketch, self._projected(sketch)) for sketch in self.made)
-        return max(_difference(*(s.variances(norms, p, shift) for s, p in (half, whole))) for shift in shifts.tolist())
+        old, new = (s.variances(norms, self._projected(s), shift).clamp_min(0).sqrt() for s in self.made)
+        return float((old - new).norm() / new.norm().clamp_min(1e-300))
 
     def _projected(self, sketch: Sketch) -> Float[Tensor, "n m"]:
         """The probes in the eigenvectors of a sketch."""
-        if sketch.num_rows > min(self.size, self._held):
+        if sketch.num_rows > self.size:
             return sketch.project(self.probes.dense())
         self._probed += [self.probes.products(rows) for rows in self._factored[len(self._probed) :]]
         return sketch.turned(torch.cat(self._probed, 1)[:, : sketch.num_rows])
@@ -304,7 +321,6 @@ class Growth:
         """More rows in memory, with their products as long as these are fewer than those of the weights."""
         there = sum(len(rows) for rows in self._rows)
         new = self.sequence.rows(there, num_rows, self._together)
-        self._vjps += len(new)
         if num_rows <= self.size:
             corner = new.products(new)
             if self._products is not None:
@@ -313,66 +329,6 @@ class Growth:
             self._products = corner
             self._factored.append(new)
         self._rows.append(new.dense())
-
-    def _sum_to(self, num_rows: int, weights: Float[Tensor, " m"]) -> tuple[Float[Tensor, "P P"], float]:
-        """`Σ_j w_j g_j g_jᵀ` of so many rows, and `Σ_j ‖g_j‖²`."""
-        if num_rows == self.sequence.most:
-            self._rows, self._products = [], None
-            self._vjps += num_rows
-            matrix = self.sequence.ggn.accumulated()
-            return matrix, float(matrix.trace())
-        if num_rows <= self._held:
-            self._extend(num_rows)
-            blocks = iter(self._rows)
-        else:
-            self._rows, self._products = [], None
-            self._vjps += num_rows
-            starts = range(0, num_rows, 4 * _TOGETHER)
-            stops = (min(start + 4 * _TOGETHER, num_rows) for start in starts)
-            blocks = (self.sequence.rows(a, b, self._together).dense() for a, b in zip(starts, stops, strict=True))
-        sampled, start = [], 0
-
-        def weighted() -> Iterator[Tensor]:
-            nonlocal start
-            for rows in blocks:
-                sampled.append(float(rows.double().square().sum()))
-                root = weights[start : start + len(rows)].sqrt()
-                start += len(rows)
-                yield root[:, None].to(rows) * rows
-
-        return sum_of_squares(weighted(), self.size, self.sequence.ggn.device), sum(sampled)
-
-
-def grow(growth: Growth, shifts: Callable[[Sketch], Float[Tensor, " A"]], tolerance: float, *, max_rows: int) -> Sketch:
-    """Doubles the rows until predicted standard deviations change by less than a tolerance, or a limit is reached.
-
-    The error of the part that is returned is less than the change, nearly always: rows that are sure to be drawn are in
-    a part and its half, and both have them exactly; of the others, the two differ by as much as they are off at least.
-    Of 24 fits to networks that are sure of most labels the error was 0.02 to 0.4 of the change, of classifications of
-    3 to 8 classes 0.1 to 0.85.
-
-    Args:
-        growth: what has been made so far.
-        shifts: the prior precisions at which parts are compared; where the precision depends on the spectrum, that of
-            the present sketch.
-        tolerance: of the change.
-        max_rows: at most so many rows; memory may hold fewer.
-    """
-    if not growth.made:
-        growth.sketch(growth.starting(_FIRST, max_rows))
-    while True:
-        sketch = growth.made[-1]
-        sketch.change = growth.change(shifts(sketch))
-        more = growth.following(max_rows)
-        if sketch.change <= tolerance or more <= sketch.num_rows:
-            return sketch
-        growth.sketch(more)
-
-
-def _difference(before: Tensor, after: Tensor) -> float:
-    """`‖σ' − σ‖/‖σ‖` from variances."""
-    old, new = before.clamp_min(0).sqrt(), after.clamp_min(0).sqrt()
-    return float((old - new).norm() / new.norm().clamp_min(1e-300))
 
 
 @dataclass
@@ -383,15 +339,11 @@ class Part:
     all outputs share is a factor.
 
     Attributes:
-        growth: what the sketch was made by.
-        sketch: of the GGN of `growth`.
+        growth: the rows, and the last sketch of them.
         tolerance: of its change.
         num_samples: as many eigenvectors are kept at least, since they take no more memory than the samples.
     """
 
-    # The error of half of a part, by what the other half changes: that, and the error of the whole, which was 0.29 to
-    # 0.62 of it (`grow`).
-    _OF_HALF = 1.6
     # Eigenvectors that are left out change standard deviations by this part of the tolerance, or a few times as much at
     # inputs unlike the training data. With a third of it posteriors are a third larger.
     _CUT = 1 / 30
@@ -399,7 +351,6 @@ class Part:
     _FEWEST = 64
 
     growth: Growth
-    sketch: Sketch
     tolerance: float
     num_samples: int = 1
 
@@ -408,14 +359,19 @@ class Part:
         """The GGN that the sketch estimates, scaled."""
         return self.growth.sequence.ggn
 
+    @property
+    def change(self) -> float:
+        """The change of predicted standard deviations from half of the part, as far as it is known."""
+        return self.growth.change
+
     def of(self, ggn: GGN, prior: GaussianPrior) -> LowRank:
         """The curvature of an unscaled GGN, corrected for the precision of the prior, as accurate as that needs."""
-        factor = _multiple(ggn, self.ggn)
-        if factor is None:
-            self._restart(ggn, prior)
-            self._take(self.growth.sketch(self.sketch.num_rows))
-            factor = 1.0
-        sketch, alpha = self.sketch.times(factor), overall_precision(prior)
+        rows, change = self.growth.num_rows, self.growth.change
+        factor = self._adapted(ggn, prior)
+        if not self.growth.made:
+            self.growth.sketch(rows)
+            self.growth.change = change
+        sketch, alpha = self.growth.made[-1].times(factor), overall_precision(prior)
         spare = self.growth.spare_bytes
         least = max(self.num_samples, min(self._FEWEST, int(spare / (ggn.size * ggn.dtype.itemsize))))
         limits = (self._CUT * self.tolerance, self.tolerance, least, spare)
@@ -423,57 +379,20 @@ class Part:
             return sketch.at(alpha).low_rank(prior.spread().double(), *limits)
         return sketch.low_rank(alpha, *limits)
 
-    def without_rows(self) -> "Part":
-        """What a later fit needs of it: how many rows were enough, and their eigenvalues."""
-        return replace(self, growth=self.growth.without_rows(), sketch=self.sketch.without_rows())
-
     def grow(self, ggn: GGN, prior: GaussianPrior, max_rows: int) -> None:
         """Lets the part grow at the precision of a prior, unless the change is below the tolerance there."""
+        factor = self._adapted(ggn, prior)
+        self.growth.grow(overall_precision(prior) / factor, self.tolerance, max_rows)
+
+    def _adapted(self, ggn: GGN, prior: GaussianPrior) -> float:
+        """The factor of the curvature since the rows were computed; those of another one are to be computed anew."""
         factor = _multiple(ggn, self.ggn)
         if factor is None:
-            self._restart(ggn, prior)
-        shift = torch.tensor([overall_precision(prior) / (factor or 1.0)], dtype=torch.float64)
-        self._take(grow(self.growth, lambda _: shift, self.tolerance, max_rows=max_rows), judged=True)
-
-    def continued(
-        self, growth: Growth, prior: GaussianPrior, likelihood: Likelihood, alpha: float, max_rows: int
-    ) -> Sketch:
-        """The sketch of a changed network by as many rows as were enough, and the change that is expected of it.
-
-        Args:
-            growth: of the changed network.
-            prior: of the fit that this part was made for, and so is `likelihood`.
-            likelihood: with the noise precision.
-            alpha: the prior precision at which standard deviations are predicted.
-            max_rows: at most so many rows.
-        """
-        rows, change = self._enough()
-        if not growth.made:
-            growth.sketch(growth.reachable(min(rows, max_rows)))
-        sketch = growth.made[-1]
-        factor = _multiple(replace(self.ggn, likelihood=likelihood), self.ggn) or 1.0
-        before = self.sketch.dimension(overall_precision(prior) / factor)
-        # The rows act as `c = 1 − γ/m` says.
-        sketch.change = change * sketch.dimension(alpha) / before * rows / sketch.num_rows
-        return sketch
-
-    def _enough(self) -> tuple[int, float]:
-        """Rows, and how much they change standard deviations: half of those that are there if that was seen."""
-        made, sketch = self.growth.made, self.sketch
-        off = self._OF_HALF * sketch.change
-        if len(made) > 1 and sketch.num_rows < self.growth.sequence.most and off <= self.tolerance:
-            return made[0].num_rows, off
-        return sketch.num_rows, sketch.change
-
-    def _restart(self, ggn: GGN, prior: GaussianPrior) -> None:
-        old = self.growth.sequence
-        scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
-        self.growth = Growth(RandomRows(scaled, old.seed, old.stream), self.growth.bytes_)
-
-    def _take(self, new: Sketch, judged: bool = False) -> None:
-        if not judged:
-            new.change = self.sketch.change
-        self.sketch = new
+            scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
+            old = self.growth.sequence
+            self.growth = Growth(RandomRows(scaled, old.seed, old.stream), self.growth.bytes_)
+            return 1.0
+        return factor
 
 
 def _multiple(ggn: GGN, other: GGN) -> float | None:
@@ -498,20 +417,9 @@ class SketchSampler(FactoredSampler):
     def curvature(self, ggn: GGN, prior: GaussianPrior) -> LowRank:
         return self.part.of(ggn, prior)
 
-    def sample(self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Tensor | None = None) -> Solution:
-        """Samples of the posterior of the sketch, and `γ` from its eigenvalues."""
-        if len(prior.names) > 1:
-            return super().sample(ggn, prior, draws, init)
-        curvature, alpha = self.curvature(ggn, prior), overall_precision(prior)
-        value = curvature.solve_root(draws.prior(ggn.size).to(ggn.device, ggn.dtype), alpha)
-        no_error = torch.zeros(len(value), dtype=torch.float64, device=ggn.device)
-        # The whole diagonal would take as long as the sketch itself; the trace is known, and a sum over samples is not
-        # needed.
-        traces = torch.full_like(no_error, curvature.dimension(alpha))
-        leverage = value * curvature.matmul(value)
-        return Solution(value, value, no_error, leverage, 0.0, converged=True, error=no_error, traces=traces)
-
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         held, alpha = self.held, float(objective.precision.mean())
-        solver = replace(self.mode, preconditioner=self.part.sketch.low_rank(alpha, 1e-2) if held is None else held)
+        solver = replace(
+            self.mode, preconditioner=self.part.growth.made[-1].low_rank(alpha, 1e-2) if held is None else held
+        )
         return solver.minimise(objective, init, description=description)

@@ -29,7 +29,7 @@ from laplace_sampling.curvature.closed_form import (
 from laplace_sampling.curvature.head import head_block, head_matrix, head_of, head_operations, is_exact
 from laplace_sampling.curvature.kronecker import CURVATURE, Inverse
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
-from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows, grow
+from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows
 from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.posterior import GramCovariance, GramPath, GramPosterior, of_largest_evidence
@@ -63,7 +63,6 @@ from laplace_sampling.methods.problem import (
     Estimate,
     Memory,
     Problem,
-    Start,
     dense_operations,
     exact_bytes,
     exact_products,
@@ -128,10 +127,10 @@ class Factored(Method):
 
     Args:
         kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.
-        outputs: for `"kfac"`, how many random combinations of the outputs of a datum stand for all of them, or all
-            themselves where they are no more. Each takes a VJP. By default as many as make 2,000 gradients: one of
-            2,000 data or more.
-        num_data: for `"kfac"`, the number of random data that stand for all.
+        outputs: for `"kfac"`, the number of random combinations of the outputs of a datum that represent all of them.
+            If there are no more outputs, these are used themselves. Each takes a VJP. By default as many as make 2,000
+            gradients: one of 2,000 data or more.
+        num_data: for `"kfac"`, the number of random data that represent all.
 
     Raises:
         ValueError: for another kind, or numbers below one.
@@ -421,15 +420,16 @@ class HeadFit(FactoredFit):
 class Subset(Method):
     """The full covariance, all correlations between weights, of random rows of a random part of the data.
 
-    A row is one column `φ_iᵀL_i e_k` of a root of the curvature of one datum, drawn by its size, and counts for those
-    that are not drawn (`curvature.part`). The part doubles until predicted standard deviations change by less
-    than the tolerance (`curvature.part`); with the rows of all outputs of all data it is exact. The mode is
-    that of all data, by conjugate gradients that the part preconditions.
+    A row is one column `φ_iᵀL_i e_k` of a root of the curvature of one datum. It is drawn by its size, and weighted so
+    that it represents those that are not drawn. The part doubles until predicted standard deviations change by less
+    than the tolerance (`curvature.part`). With the rows of all outputs of all data it is exact. The mode is that of all
+    data, by conjugate gradients with the part as preconditioner.
 
     Args:
-        max_rows: at most so many rows. A row takes one VJP of a datum, `P` numbers of memory, and `m` rows about
-            `mP min(m, P)` multiplications and `9 min(m, P)³` operations. By default 4,096, and all rows of a network of
-            no more weights, whose matrix does not grow with them; fewer where the budget does not pay for these.
+        max_rows: the largest number of rows. A row takes one VJP of a datum and `P` numbers of memory; `m` rows take
+            about `mP min(m, P)` multiplications and `9 min(m, P)³` operations. By default 4,096, and all rows of a
+            network of no more weights, whose matrix does not grow with them; fewer where budget or memory are not
+            enough.
     """
 
     # Rows, or weights, of the largest matrix by default: its eigenvectors take about a minute.
@@ -480,20 +480,17 @@ class Subset(Method):
         return Estimate(products, bytes_, dense)
 
     @staticmethod
-    def _dense_operations(
-        features: Features, rows: int, num_samples: int, selection: Selection | None, at_once: bool = False
-    ) -> float:
-        """A Gram matrix, its eigenvectors and, unless made at once, those of smaller parts, samples, and a rule."""
-        # With more rows than weights the matrix is that of the weights.
-        of_rule, order = 0.0, min(rows, features.size)
+    def _dense_operations(features: Features, rows: int, num_samples: int, selection: Selection | None) -> float:
+        """A Gram matrix, its eigenvectors and those of smaller parts, samples, and a rule."""
+        of_rule = 0.0
         if selection is not None:
-            of_rule = 0.0 if at_once else min(_PILOT, rows, features.size) * selection.cost(features).vectors
-            if rows > _PILOT or at_once:
+            of_rule = min(_PILOT, rows, features.size) * selection.cost(features).vectors
+            if rows > _PILOT:
                 of_rule += min(rows, features.size) * selection.cost(features, rough=False).vectors
         # With more rows than weights the matrix is that of the weights.
         order = min(rows, features.size)
         products = 2.0 * features.size * (rows * order + 2 * order * num_samples + of_rule)
-        return products + (9.0 if at_once else 10.3) * order**3
+        return products + 10.3 * order**3
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         """The choice, with as many rows as the budget pays for."""
@@ -528,17 +525,9 @@ class Subset(Method):
             RandomRows(task.scaled_ggn(), task.seed, Stream.SUBSET), beside_samples if bytes_ is None else bytes_
         )
 
-    def _grown(self, task: Task, growth: Growth, tolerance: float, alpha: float) -> Sketch:
-        """The part that is accurate at a precision, by what an earlier fit found out if there was one."""
-        most = self.most_rows(task.model.features)
-        if task.start is not None and len(growth.made) < 2 and (earlier := _part_of(task.start)) is not None:
-            sketch = earlier.continued(growth, task.start.prior, task.start.likelihood, alpha, most)
-            following = growth.following(most)
-            if sketch.change <= tolerance or following <= sketch.num_rows:
-                return sketch
-            growth.sketch(following)
-        shift = torch.tensor([alpha], dtype=torch.float64)
-        return grow(growth, lambda _: shift, tolerance, max_rows=most)
+    def _grown(self, task: Task, growth: Growth, alpha: float) -> Sketch:
+        """The part that is accurate at a precision."""
+        return growth.grow(alpha, task.tolerance, self.most_rows(task.model.features))
 
     def covariance_path(self, task: Task) -> CovariancePath:
         """Returns the path of a small part, which chooses a precision for other methods, before there are samples."""
@@ -567,7 +556,7 @@ class Subset(Method):
         found, rows, of_rule = None, 0, 0.0
         # By a part that is large enough at the precision before, and again if it has to be larger at the one after.
         for _ in range(2):
-            sketch = self._pilot(growth) if alpha is None else self._grown(task, growth, task.tolerance, alpha)
+            sketch = self._pilot(growth) if alpha is None else self._grown(task, growth, alpha)
             if sketch.num_rows == rows:
                 break
             of_rule += 0.0 if found is None else found.history[0].passes
@@ -575,33 +564,33 @@ class Subset(Method):
             alpha, rows = found.alpha, sketch.num_rows
         assert found is not None
         # The precision has moved after the part was last judged: it grows if it is not accurate at the new one.
-        sketch = self._grown(task.at(found), growth, task.tolerance, found.alpha)
+        sketch = self._grown(task, growth, found.alpha)
         found = task.ended(found, started, sketch.passes + of_rule)
         sketch.passes = 0.0  # they are in the history
-        return replace(found, work=self._solver(growth, sketch, task, task.tolerance))
+        return replace(found, work=self._solver(growth, task))
 
     def tune_by_evidence(self, task: Task) -> Hyperparameters:
         solver = self.make_solver(task, task.tolerance, None)
         assert isinstance(solver, SketchSampler)
         part, history = solver.part, []
         while True:
-            rows = part.sketch.num_rows
+            rows = part.growth.num_rows
             found = self.tune_by_em(task, solver)
             history += found.history
             task = task.at(found)
             # The part has grown at the precision that the search began with.
             part.grow(task.ggn(), task.prior, self.most_rows(task.model.features))
-            if part.sketch.num_rows == rows:
+            if part.growth.num_rows == rows:
                 return replace(found, history=history)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         growth = self._growth(task)
-        alpha = float(task.prior.precision.mean()) if shift is None else shift
-        return self._solver(growth, self._grown(task, growth, tolerance, alpha), task, tolerance)
+        self._grown(task, growth, float(task.prior.precision.mean()) if shift is None else shift)
+        return self._solver(growth, task)
 
-    def _solver(self, growth: Growth, sketch: Sketch, task: Task, tolerance: float) -> SketchSampler:
-        part = Part(growth, sketch, tolerance, task.num_samples)
-        return SketchSampler(self.name, CG(min(2 * tolerance, 0.5)), task.seed, part=part)
+    def _solver(self, growth: Growth, task: Task) -> SketchSampler:
+        part = Part(growth, task.tolerance, task.num_samples)
+        return SketchSampler(self.name, CG(min(2 * task.tolerance, 0.5)), task.seed, part=part)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, SketchSampler)
@@ -612,25 +601,17 @@ class Subset(Method):
             task = task.at(found)
             work = self.make_solver(task, task.tolerance, float(task.prior.precision.mean()))
             found = replace(found, work=work)
-        part = found.work.part
-        sketch, features = part.sketch, task.model.features
-        rows, num_data, at_once = sketch.num_rows, features.num_data, len(part.growth.made) == 1
-        task.budget.add(dense=self._dense_operations(features, rows, task.num_samples, task.selection, at_once))
+        growth, features = found.work.part.growth, task.model.features
+        rows = growth.num_rows
+        task.budget.add(dense=self._dense_operations(features, rows, task.num_samples, task.selection))
         reason = (
-            f"{task.reason}; {rows} random rows of {part.growth.sequence.num_seen(rows)} of {num_data} data, "
-            f"half of which change predicted standard deviations by {100 * sketch.change:.2g} %"
+            f"{task.reason}; {rows} random rows of {growth.sequence.num_seen(rows)} of {features.num_data} data, "
+            f"half of which change predicted standard deviations by {100 * growth.change:.2g} %"
         )
-        if at_once and task.start is not None:
-            reason += ", judging by the fit before"
         return super().fit(replace(task, reason=reason), found)
 
     def fit_of(self, *parts: Any) -> "SubsetFit":
         return SubsetFit(*parts)
-
-
-def _part_of(start: Start) -> Part | None:
-    """The part of the data of an earlier fit, if it was by one."""
-    return start.solver.part if isinstance(start.solver, SketchSampler) else None
 
 
 @dataclass(frozen=True)
@@ -638,12 +619,16 @@ class SubsetFit(FactoredFit):
     """A posterior of precision `M̂ + A`, with `M̂` from a part of the data."""
 
     @property
-    def accuracy(self) -> Accuracy:
+    def part(self) -> Part:
         assert isinstance(self.solver, SketchSampler)
+        return self.solver.part
+
+    @property
+    def accuracy(self) -> Accuracy:
         assert self.sampled is not None
         curvature = self.curvature
         assert isinstance(curvature, LowRank)
-        return Accuracy(len(self.sampled.error), left_out=self.solver.part.sketch.change + curvature.error)
+        return Accuracy(len(self.sampled.error), left_out=self.part.change + curvature.error)
 
     @property
     def tolerable(self) -> bool:
@@ -651,40 +636,35 @@ class SubsetFit(FactoredFit):
 
     @property
     def advice(self) -> str:
-        assert isinstance(self.solver, SketchSampler)
         if told := self.task.budget.advice:
             return told
-        growth, rows = self.solver.part.growth, self.solver.part.sketch.num_rows
-        if growth.reachable(2 * rows) <= rows:
-            return f"Memory holds {rows:,} rows: raise `max_memory`."
+        growth = self.part.growth
+        if growth.reachable(2 * growth.num_rows) <= growth.num_rows:
+            return f"Memory holds {growth.num_rows:,} rows: raise `max_memory`."
         if self.task.limit:
             return f"{self.task.limit}: raise `budget`, or give `budget=None`."
-        return f"For a larger part of the data give `method=Subset(max_rows={2 * rows})`."
+        return f"For a larger part of the data give `method=Subset(max_rows={2 * growth.num_rows})`."
 
     @property
     def approximate(self) -> bool:
         # With the rows of all outputs of all data `M̂` is `M`.
-        assert isinstance(self.solver, SketchSampler)
-        part = self.solver.part
-        return part.sketch.num_rows < part.growth.sequence.most
+        return self.part.growth.num_rows < self.part.growth.sequence.most
 
     def without_samples(self) -> "SubsetFit":
-        solver = self.solver
-        assert isinstance(solver, SketchSampler)
-        held = replace(solver, part=solver.part.without_rows(), held=self.curvature)
-        return replace(cast("SubsetFit", super().without_samples()), solver=held)
+        fit, part = cast("SubsetFit", super().without_samples()), self.part
+        assert isinstance(self.solver, SketchSampler)
+        part = replace(part, growth=part.growth.without_rows())
+        return replace(fit, solver=replace(self.solver, part=part, held=self.curvature))
 
     def judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
-        sampled, solver = super().judged(num, samples, data_energies, energies), self.solver
-        assert isinstance(solver, SketchSampler)
-        change = solver.part.sketch.change
-        error = torch.full_like(sampled.error, change)
-        return replace(sampled, error=error, converged=change <= solver.part.tolerance)
+        sampled, part = super().judged(num, samples, data_energies, energies), self.part
+        error = torch.full_like(sampled.error, part.change)
+        return replace(sampled, error=error, converged=part.change <= part.tolerance)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Method):
-    """Dense algebra in float64, for small problems: nothing is sampled but the samples."""
+    """Dense algebra in float64, for small problems; only its samples have sampling noise."""
 
     # Of a mode that conjugate gradients find, as by dense algebra.
     _MODE_TOLERANCE = 1e-10

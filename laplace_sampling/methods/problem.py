@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from jaxtyping import Float
@@ -204,7 +204,6 @@ class Start:
         samples: `ζ_old`, unscaled; `None` where no minimisation found them, as with Kronecker factors.
         draws: of the samples.
         mode: `θ̄_old`, if it is known.
-        solver: that the earlier fit ended with, which may hold a preconditioner.
     """
 
     prior: GaussianPrior
@@ -212,7 +211,6 @@ class Start:
     samples: Float[Tensor, "K P"] | None
     draws: Draws
     mode: Float[Tensor, " P"] | None = None
-    solver: Any = field(default=None, repr=False)
 
     @property
     def alpha(self) -> float:
@@ -261,10 +259,6 @@ class Start:
     def mode_in(self, scale: Float[Tensor, " P"]) -> Float[Tensor, "1 P"] | None:
         """The old mode in scaled coordinates."""
         return None if self.mode is None else (self.mode.to(scale) / scale)[None]
-
-    def change_of_scale(self, prior: GaussianPrior) -> Float[Tensor, " P"]:
-        """`s/s_old`, by which a preconditioner goes from the old scaled coordinates to those of a prior."""
-        return prior.scale / self.prior.scale.to(prior.scale)
 
 
 def _described(size: int, prior: GaussianPrior) -> str:

@@ -59,5 +59,5 @@ def test_more_memory_holds_more_rows() -> None:
             warnings.simplefilter("ignore")
             la = LinearisedLaplace(network().to(device), "classification", method=Subset(), num_samples=8)
             la.fit([(x, y)], tolerance=1e-6, progress=False)
-            rows.append(la._fitted.fit.solver.part.sketch.num_rows)
+            rows.append(la._fitted.fit.solver.part.growth.num_rows)
     assert 0 < 1.5 * rows[0] < rows[1] < 600

@@ -8,8 +8,7 @@ from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import Evidence, Gaussian, LinearisedLaplace
-from laplace_sampling.curvature.part import Growth, Part, SketchSampler
+from laplace_sampling import Evidence, LinearisedLaplace
 from laplace_sampling.methods import as_method, closed_form
 from laplace_sampling.methods.closed_form import Subset
 from laplace_sampling.methods.method import Choice
@@ -50,20 +49,6 @@ def test_all_rows_give_the_exact_posterior(name: str, prior: str) -> None:
     deviations = pred.deviations.flatten(1)
     error = ((covariance.diagonal()[:, None] * covariance.diagonal() + covariance**2) / 1000).sqrt()
     assert ((deviations.T @ deviations / 1000 - covariance).abs() < 5 * error + 1e-12).all()
-
-
-def test_all_rows_are_reached_by_sums_where_memory_holds_few_of_them() -> None:
-    """Memory holds about 80 of 300 rows, and four matrices of the 37 weights."""
-    model, x, y = regression()
-    few = {"max_rows": 10**6, "max_memory": 10 * 37 * 8 + 80_000}
-    found, exact = (
-        LinearisedLaplace(model, Gaussian(100.0, learn=False), method=method, num_samples=10).fit(
-            [(x, y)], tolerance=1e-6, budget=None, progress=False
-        )
-        for method in (Subset(**few), "exact")
-    )
-    assert found.converged_
-    assert_close(found.predict(x[:3]).joint_covariance(), exact.predict(x[:3]).joint_covariance(), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:The samples have not converged:laplace_sampling.ConvergenceWarning")
@@ -142,42 +127,6 @@ def test_the_part_of_the_fit_chooses_the_precision(grows: bool, monkeypatch: pyt
 
 def test_the_name_stands_for_it() -> None:
     assert as_method("subset") == Subset()
-
-
-def part_of_128_rows(change: float) -> tuple[LinearisedLaplace, Part]:
-    """A part that grew from 64 rows, by which standard deviations changed so much."""
-    model, x, y = regression()
-    la = laplace_of(model, "regression", method=Subset(max_rows=64), prior="isotropic", prior_precision=1.0)
-    la.fit([(x, y)], progress=False)
-    assert la._fitted is not None
-    assert la._fitted.fit is not None
-    solver = la._fitted.fit.solver
-    assert isinstance(solver, SketchSampler)
-    growth = Growth(solver.part.growth.sequence, 1e9)
-    growth.sketch(64)
-    part = Part(growth, growth.sketch(128), 0.015)
-    part.sketch.change = change
-    return la, part
-
-
-@pytest.mark.filterwarnings("ignore:The samples have not converged:laplace_sampling.ConvergenceWarning")
-def test_fewer_rows_of_a_changed_network_are_expected_to_change_more() -> None:
-    la, part = part_of_128_rows(0.05)
-    assert la._fitted is not None
-    prior, likelihood = la._fitted.posterior.prior, la._fitted.posterior.likelihood
-    found = part.continued(Growth(part.growth.sequence, 1e9), prior, likelihood, 1.0, 32)
-    assert found.num_rows == 32
-    # As `γ/m` says: a quarter of the rows, and nearly the same effective dimension.
-    assert found.change == pytest.approx(4 * 0.05 * found.dimension(1.0) / part.sketch.dimension(1.0))
-
-
-@pytest.mark.filterwarnings("ignore:The samples have not converged:laplace_sampling.ConvergenceWarning")
-@pytest.mark.parametrize(("change", "halved"), [(0.006, True), (0.009, True), (0.01, False), (0.02, False)])
-def test_half_of_a_part_is_enough_if_it_was_seen_to_be_accurate(change: float, halved: bool) -> None:
-    """Half of a part is off by 1.6 times what the other half changes, which is to be within a tolerance of 0.015."""
-    rows, expected = part_of_128_rows(change)[1]._enough()
-    assert rows == (64 if halved else 128)
-    assert expected == pytest.approx(1.6 * change if halved else change)
 
 
 def test_all_rows_of_a_small_network_are_within_the_default_budget() -> None:
