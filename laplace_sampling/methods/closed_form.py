@@ -126,10 +126,10 @@ class Factored(Method):
 
     Args:
         kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.
-        outputs: for `"kfac"`, how many random combinations of the outputs of a datum stand for all of them, or all
-            themselves where they are no more. Each takes a VJP. By default as many as make 2,000 gradients: one of
-            2,000 data or more.
-        num_data: for `"kfac"`, the number of random data that stand for all.
+        outputs: for `"kfac"`, the number of random combinations of the outputs of a datum that represent all of them.
+            If there are no more outputs, these are used themselves. Each takes a VJP. By default as many as make 2,000
+            gradients: one of 2,000 data or more.
+        num_data: for `"kfac"`, the number of random data that represent all.
 
     Raises:
         ValueError: for another kind, or numbers below one.
@@ -414,15 +414,16 @@ class HeadFit(FactoredFit):
 class Subset(Method):
     """The full covariance, all correlations between weights, of random rows of a random part of the data.
 
-    A row is one column `φ_iᵀL_i e_k` of a root of the curvature of one datum, drawn by its size, and counts for those
-    that are not drawn (`curvature.part`). The part doubles until predicted standard deviations change by less
-    than the tolerance (`curvature.part`); with the rows of all outputs of all data it is exact. The mode is
-    that of all data, by conjugate gradients that the part preconditions.
+    A row is one column `φ_iᵀL_i e_k` of a root of the curvature of one datum. It is drawn by its size, and weighted so
+    that it represents those that are not drawn. The part doubles until predicted standard deviations change by less
+    than the tolerance (`curvature.part`). With the rows of all outputs of all data it is exact. The mode is that of all
+    data, by conjugate gradients with the part as preconditioner.
 
     Args:
-        max_rows: at most so many rows. A row takes one VJP of a datum, `P` numbers of memory, and `m` rows about
-            `mP min(m, P)` multiplications and `9 min(m, P)³` operations. By default 4,096, and all rows of a network of
-            no more weights, whose matrix does not grow with them; fewer where budget or memory are not enough.
+        max_rows: the largest number of rows. A row takes one VJP of a datum and `P` numbers of memory; `m` rows take
+            about `mP min(m, P)` multiplications and `9 min(m, P)³` operations. By default 4,096, and all rows of a
+            network of no more weights, whose matrix does not grow with them; fewer where budget or memory are not
+            enough.
     """
 
     # Rows, or weights, of the largest matrix by default: its eigenvectors take about a minute.
@@ -657,7 +658,7 @@ class SubsetFit(FactoredFit):
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Method):
-    """Dense algebra in float64, for small problems: nothing is sampled but the samples."""
+    """Dense algebra in float64, for small problems; only its samples have sampling noise."""
 
     # Of a mode that conjugate gradients find, as by dense algebra.
     _MODE_TOLERANCE = 1e-10

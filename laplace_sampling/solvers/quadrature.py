@@ -8,10 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.solvers.basis import Basis
-
-# Below this length, relative, what a block has beyond the span of others is rounding.
-_DEPENDENT = 1e-8
+from laplace_sampling.solvers.basis import DEPENDENT, Basis
+from laplace_sampling.solvers.operator import Operator
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,6 @@ class Quadrature:
     truncated: "Quadrature | None" = field(default=None, repr=False)
     before: "Quadrature | None" = field(default=None, repr=False)
     below: "Quadrature | None" = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, basis: Basis, vectors: Float[Tensor, "R P"], size: int) -> "Quadrature":
-        """`zᵀf(M)z` of each of some vectors that lie in the span of the first `size` ones of a basis."""
-        nodes, eigenvectors = torch.linalg.eigh(basis.T[:size, :size])
-        weights = ((basis.project(vectors)[:, :size] @ eigenvectors) ** 2).cpu()
-        return cls(nodes.clamp_min(0).cpu(), weights, weights)
 
     @classmethod
     def of_eigenvalues(cls, values: Float[Tensor, " m"]) -> "Quadrature":
@@ -132,7 +123,7 @@ class _OthersSpace:
         """Orthonormal bases of the part of the span of `candidates` that `images` reach, and of the other part."""
         images = images / images.norm(dim=1, keepdim=True).clamp_min(1e-300)
         _, size, rows = torch.linalg.svd(images @ candidates.T)
-        rank = int((size > _DEPENDENT).sum())
+        rank = int((size > DEPENDENT).sum())
         return rows[:rank] @ candidates, rows[rank:] @ candidates
 
 
@@ -159,17 +150,19 @@ class TraceEstimator:
     how far its quadrature has converged.
 
     Args:
-        basis: it is extended; it may hold other vectors, and be extended by others between steps.
+        operator: `M`.
         probes: of norm `√P`.
         total: `Tr M`, if known.
+
+    Attributes:
+        basis: of the Krylov space of all probes.
+        quadrature: the estimate of the last step.
     """
 
-    def __init__(self, basis: Basis, probes: Float[Tensor, "R P"], total: float | None = None) -> None:
-        self.basis, self.probes, self.total = basis, probes, total
+    def __init__(self, operator: Operator, probes: Float[Tensor, "R P"], total: float | None = None) -> None:
+        self.basis, self.probes, self.total = Basis(operator), probes, total
         self.quadrature: Quadrature | None = None
-        self._sizes: list[int] = []
-        # The Krylov space of all probes by blocks, in coordinates of the basis.
-        self._blocks: list[Tensor] = []
+        self._sizes: list[int] = []  # of the basis after each step
         self._others: list[_OthersSpace] = []
         self._depth = 0  # of the spaces `Q`
 
@@ -180,7 +173,7 @@ class TraceEstimator:
     @property
     def width(self) -> int:
         """The number of vectors by which a step may extend the basis."""
-        return len(self._blocks[-1]) if self._blocks else len(self.probes)
+        return len(self._block(self.steps - 1, self.basis.size)) if self._sizes else len(self.probes)
 
     def step(self) -> bool:
         """Makes a block step and updates `quadrature`; returns `False` if the space of the probes is exhausted.
@@ -188,42 +181,40 @@ class TraceEstimator:
         That space is invariant then: it holds all eigenvectors of nonzero eigenvalues, unless an eigenvalue is repeated
         at least as often as there are probes.
         """
-        # Products of the whole last block, also of what other vectors of the basis span already: the Krylov spaces of
-        # the other probes must not depend on a probe.
-        front = self.basis.combine_products(self._last_block()) if self._blocks else self.probes
-        self.basis.extend(front)
-        block = _orthonormal(self.basis.project(front), self._space(len(self._blocks), self.basis.size))
-        if len(block) == 0:
-            self._deepen(len(self._blocks), self._sizes[-1])
-            self.quadrature = self._exact() or self._within(-1, len(self._blocks))
+        front = self.probes
+        if self._sizes:
+            front = self.basis.combine_products(self._block(self.steps - 1, self.basis.size))
+        if not self.basis.extend(front):
+            self._deepen(self.steps, self._sizes[-1])
+            self.quadrature = self._exact() or self._within(-1, self.steps)
             return False
-        self._blocks.append(block)
         self._sizes.append(self.basis.size)
-        self._deepen(max(len(self._sizes) - 2, 1), self._sizes[-2] if len(self._sizes) > 1 else self._sizes[-1])
-        value = self._within(-1, len(self._blocks) - 1)
-        if len(self._sizes) > 1:
+        self._deepen(max(self.steps - 2, 1), self._sizes[-2] if self.steps > 1 else self._sizes[-1])
+        value = self._within(-1, self.steps - 1)
+        if self.steps > 1:
             before = self.quadrature and replace(self.quadrature, before=None)
             value = replace(value, truncated=self._within(-2, None), before=before)
         self.quadrature = value
         return True
 
-    def _last_block(self) -> Tensor:
-        return _pad(self._blocks[-1], self.basis.size)
+    def _block(self, step: int, size: int) -> Float[Tensor, "b m"]:
+        """The vectors of a step, in the first coordinates of the basis."""
+        eye = torch.eye(size, dtype=self.basis.T.dtype, device=self.basis.T.device)
+        return eye[self._size(step) : self._sizes[step]]
 
-    def _space(self, depth: int, size: int) -> Tensor:
-        """Orthonormal rows that span the first blocks of the Krylov space of all probes."""
-        empty = torch.zeros(0, size, dtype=self.basis.T.dtype, device=self.basis.T.device)
-        return torch.cat([empty, *(_pad(block, size) for block in self._blocks[:depth])])
+    def _size(self, steps: int) -> int:
+        """The size of the basis after some steps."""
+        return self._sizes[steps - 1] if steps else 0
 
     def _deepen(self, depth: int, size: int) -> None:
         """Brings the spaces `Q` to a depth; they lie in the first `size` coordinates."""
         if not self._others:
             inside = self.basis.project(self.probes)
             rest = [torch.cat([inside[:i], inside[i + 1 :]]) for i in range(len(inside))]
-            self._others = [_OthersSpace(others, self._blocks[0]) for others in rest]
+            self._others = [_OthersSpace(others, self._block(0, self._sizes[0])) for others in rest]
             self._depth = 1
         while self._depth < depth:
-            block = _pad(self._blocks[self._depth], size)
+            block = self._block(self._depth, size)
             for others in self._others:
                 others.extend(self.basis.T[:size, :size], block)
             self._depth += 1
@@ -249,19 +240,19 @@ class TraceEstimator:
         value = self._weighted(T, size)
         if multiplied is None:
             return value
-        return replace(value, below=self._weighted(_nystrom(T, self._space(multiplied, size)), size))
+        return replace(value, below=self._weighted(_nystrom(T, self._size(multiplied)), size))
 
     def _weighted(self, T: Float[Tensor, "m m"], size: int) -> Quadrature:
         nodes, eigenvectors = torch.linalg.eigh(T)
-        space = self._space(self._depth, size)
-        whole = ((space @ eigenvectors) ** 2).sum(0)
+        inside = self._size(self._depth)
+        whole = (eigenvectors[:inside] ** 2).sum(0)
         fixed, random = [], []
         for z, others in zip(self.basis.project(self.probes), self._others, strict=True):
             rows = others.beyond
             beyond, part = rows @ eigenvectors[: rows.shape[1]], rows @ z[: rows.shape[1]]
             norm = float(part @ part)
             # z̃ is brought to the squared norm P − dim Q; where z lies in Q up to rounding, it has no part.
-            num_free = self.probes.shape[1] - len(space) + len(rows)
+            num_free = self.probes.shape[1] - inside + len(rows)
             scale = num_free / norm if norm > 1e-12 * float(z @ z) else 0.0
             fixed.append(whole - (beyond**2).sum(0))
             random.append(scale * (part @ beyond) ** 2)
@@ -269,28 +260,14 @@ class TraceEstimator:
         return Quadrature(nodes.clamp_min(0).cpu(), torch.stack(fixed).cpu() + weights, weights, self.total)
 
 
-def _nystrom(T: Float[Tensor, "m m"], rows: Float[Tensor, "k m"]) -> Float[Tensor, "m m"]:
-    """`TQᵀ(QTQᵀ)⁻¹QT`: at most `T`, and at most `M` if the products of `Q` with `M` lie in the basis.
+def _nystrom(T: Float[Tensor, "m m"], multiplied: int) -> Float[Tensor, "m m"]:
+    """`TQᵀ(QTQᵀ)⁻¹QT` for the first vectors `Q`: at most `T`, and at most `M` if their products lie in the basis.
 
     For one vector it gives the Gauss-Radau rule with a node at zero.
     """
-    product = rows @ T
-    values, vectors = torch.linalg.eigh(product @ rows.T)
+    product = T[:multiplied]
+    values, vectors = torch.linalg.eigh(product[:, :multiplied])
     # A pseudoinverse: eigenvalues that are zero up to rounding are left out.
     positive = values > 1e-13 * values.max() if len(values) else values > 0
     half = (vectors[:, positive].T @ product) / values[positive].sqrt()[:, None]
     return half.T @ half
-
-
-def _orthonormal(block: Tensor, space: Tensor) -> Tensor:
-    """Orthonormal rows for the part of a block outside the span of others."""
-    for _ in range(2):  # the second time removes what rounding left of the span
-        norm = block.norm(dim=1, keepdim=True)
-        block = block[norm[:, 0] > 0] / norm[norm > 0][:, None]
-        block = block - (block @ space.T) @ space
-        block = block[block.norm(dim=1) > _DEPENDENT]
-        if len(block) == 0:
-            return block
-        q, r = torch.linalg.qr(block.T)
-        block = q.T[r.diagonal().abs() > _DEPENDENT]
-    return block
