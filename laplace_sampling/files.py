@@ -68,7 +68,7 @@ def posterior_of(
         of_this_network: whether it must be of the weights that the network has now.
 
     Raises:
-        ValueError: if the state is damaged or incomplete, has NaN in it, is of other weights, of another function of
+        ValueError: if the state is damaged or incomplete, is of other weights, of another function of
             the data, of other random parameters or another likelihood.
     """
     _check_format(state)
@@ -83,7 +83,6 @@ def posterior_of(
         if posterior.samples.shape[1:] != (network.num_parameters,):
             raise KeyError("samples")
         settings = replace(settings, **{name: saved[name] for name in _PLAIN})
-    _check_finite(posterior)
     if lacking is not None:  # a wrong derivative is found at a fit only
         network.take_two_pullbacks(lacking)
     if of_this_network:
@@ -128,20 +127,6 @@ def _complete() -> Iterator[None]:
         raise ValueError(
             f"The state is incomplete or damaged ({error}). Take another copy of it, or fit and save again."
         ) from error
-
-
-def _check_finite(posterior: Posterior) -> None:
-    numbers = {
-        "samples": posterior.samples,
-        "mode": posterior.mode,
-        "noise_precision": posterior.likelihood.noise_precisions(),
-        "prior": torch.cat([posterior.prior.precision, posterior.prior.scale.cpu()]),
-    }
-    # Extremes are NaN where anything is, and take no memory.
-    known = {name: number for name, number in numbers.items() if number is not None and number.numel()}
-    wrong = [name for name, number in known.items() if not all(bool(v.isfinite()) for v in number.aminmax())]
-    if wrong:
-        raise ValueError(f"The posterior has NaN or infinity in {wrong}, so that it predicts nothing: fit again.")
 
 
 def _check_selection(saved: Any, selection: Any) -> None:

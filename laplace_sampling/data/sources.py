@@ -130,12 +130,9 @@ class Stream(Source):
         found = []
         while True:
             stop = self.start + num_rows(self.current)
-            inside = index[(index >= self.start) & (index < stop)] - self.start
-            if len(inside):
-                are_neighbours = bool((inside.diff() == 1).all())
-                found.append(
-                    take(self.current, slice(int(inside[0]), int(inside[-1]) + 1) if are_neighbours else inside)
-                )
+            inside = (index >= self.start) & (index < stop)
+            if bool(inside.any()):
+                found.append(take(self.current, index[inside] - self.start))
             if int(index[-1]) < stop:
                 return found[0] if len(found) == 1 else concatenate(found)
             self.start, self.current = stop, next(self.reader)[1]
@@ -212,7 +209,8 @@ def _indices_of_all(loader: DataLoader, indices: list[Any], processes: Processes
         ValueError: for the share of one process in distributed training, if it shares no fit: its posterior is not that
             of all data.
     """
-    is_part = any(isinstance(one, DistributedSampler) and one.num_replicas > 1 for one in _samplers(loader))
+    samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    is_part = any(isinstance(one, DistributedSampler) and one.num_replicas > 1 for one in samplers)
     if processes.size == 1:
         if is_part:
             raise ValueError(
@@ -235,16 +233,6 @@ def _are_numbers(indices: list[Any]) -> bool:
 
 def _total(loader: DataLoader) -> int | None:
     return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-
-
-def _samplers(loader: DataLoader) -> Iterator[Any]:
-    """The samplers of a loader, and those inside of them."""
-    found: list[Any] = [loader.sampler, loader.batch_sampler]
-    for sampler in found:
-        yield sampler
-        inner = getattr(sampler, "__dict__", {}).get("sampler")
-        if inner is not None and all(inner is not other for other in found):
-            found.append(inner)
 
 
 def check_repeatable(source: Source, processes: Processes) -> None:

@@ -32,11 +32,6 @@ def test_the_share_of_one_process_is_refused(drop_last: bool) -> None:
             TrainingData(loader)
 
 
-def test_one_process_alone_has_all_data() -> None:
-    loader = loader_of(DistributedSampler(DATASET, num_replicas=1, rank=0))
-    assert TrainingData(loader).num_data == 10
-
-
 @pytest.mark.parametrize(
     ("sampler", "said"),
     [
@@ -58,12 +53,6 @@ def test_a_subset_of_the_dataset_and_a_dropped_batch_need_no_warning() -> None:
         assert TrainingData(DataLoader(Subset(DATASET, [5, 2, 9]), batch_size=2)).num_data == 3
         # All data are read, also those of the last batch.
         assert TrainingData(DataLoader(DATASET, batch_size=4, shuffle=True, drop_last=True)).num_data == 10
-
-
-def test_batches_that_the_user_drops_are_counted() -> None:
-    batches = [batch for batch in torch.utils.data.BatchSampler(range(10), 4, drop_last=True)]
-    with pytest.warns(UserWarning, match=r"\b8\b"):
-        TrainingData(DataLoader(DATASET, batch_sampler=batches))
 
 
 def test_a_dataset_of_ready_made_batches_counts_its_batches() -> None:

@@ -32,10 +32,6 @@ def test_data_come_in_one_order_whatever_the_loader_does(loader, cache_bytes: in
     assert torch.equal(data.inputs(torch.tensor([7, 2])), X[[7, 2]])
 
 
-def test_a_dataset_is_as_good_as_a_loader() -> None:
-    assert torch.equal(read(TrainingData(TensorDataset(X, Y))), X)
-
-
 def test_a_sampler_says_which_data() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=2, sampler=SubsetRandomSampler([5, 2, 9]))
     with pytest.warns(UserWarning, match=r"\b3\b"):
@@ -121,17 +117,3 @@ def test_arrays_are_taken() -> None:
     data = TrainingData([(X[:4].numpy(), Y[:4].numpy()), (X[4:].numpy(), Y[4:].numpy())])
     assert torch.equal(read(data), X)
     assert torch.equal(data.targets, Y)
-
-
-def test_data_without_numbers_are_refused() -> None:
-    for x in (X.to("meta"), X.to_sparse()):
-        with pytest.raises(ValueError, match="inputs"):
-            TrainingData([(x, Y)])
-
-
-def test_arguments_of_another_kind_are_refused() -> None:
-    with pytest.raises(TypeError, match="unpack"):
-        TrainingData([(X, Y)], unpack=3)  # pyright: ignore[reportArgumentType]
-    for num_data in (2.5, -3, True):
-        with pytest.raises(ValueError, match="num_data"):
-            TrainingData([(X, Y)], num_data=num_data)

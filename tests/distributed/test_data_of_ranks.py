@@ -188,20 +188,6 @@ def test_targets_of_any_kind_are_put_together(dtype: torch.dtype) -> None:
         assert torch.equal(targets, y)
 
 
-def _other_held_out_data() -> str:
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", process_group=dist.group.WORLD)
-    held_out = numbered(10 + dist.get_rank())
-    with pytest.raises(ValueError, match="val_loader") as caught:
-        la.fit_hyperparameters(DataLoader(numbered(23), 5), val_loader=[held_out.tensors], progress=False)
-    return str(caught.value)
-
-
-def test_held_out_data_that_differ_are_refused() -> None:
-    assert all("val_loader" in text for text in run_on_ranks(_other_held_out_data, 2))
-
-
 class Ragged(Dataset):
     def __len__(self) -> int:
         return 9

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from laplace_sampling import Evidence, LinearisedLaplace, StopFit, from_loss
+from laplace_sampling import Evidence, LinearisedLaplace, from_loss
 
 pytestmark = [
     pytest.mark.slow,
@@ -129,20 +128,6 @@ def test_an_error_in_a_loss_ends_all_and_the_next_fit_is_right() -> None:
         assert_close(samples, alone, rtol=1e-6, atol=1e-8)
 
 
-def _stopped() -> Any:
-    def stop(step: Any) -> None:
-        raise StopFit
-
-    la = fit(laplace(**together()))
-    before = la.samples_
-    fit(la, callback=stop)  # all processes alike
-    return torch.equal(la.samples_, before), caught(lambda: fit(la))
-
-
-def test_a_fit_that_all_stop_is_no_failure() -> None:
-    assert [(same, kind) for same, (kind, _) in run_on_ranks(_stopped, 2, timeout=TIMEOUT)] == [(True, "")] * 2
-
-
 def _killed(rank: int) -> Any:
     def kill(step: Any) -> None:
         if dist.get_rank() == rank:
@@ -158,18 +143,6 @@ def test_a_kill_of_one_process_ends_the_others(rank: int) -> None:
     for kind, message in results:
         assert kind == "ProcessError"
         assert "`checkpoint=`" in message
-
-
-def _slow() -> Any:
-    def sleep(step: Any) -> None:
-        if dist.get_rank() == 1 and step.step == 1:
-            time.sleep(3.0)  # longer than a process waits until it looks for failures, twice
-
-    return caught(lambda: fit(laplace(**together()), callback=sleep))
-
-
-def test_a_slow_process_is_waited_for() -> None:
-    assert run_on_ranks(_slow, 2, timeout=TIMEOUT) == [("", "")] * 2
 
 
 def _few(num: int) -> Tensor:

@@ -134,10 +134,6 @@ def _flat_loss() -> dict[str, Tensor]:
     return results(network(1), from_loss(lambda f, y: y[1] * (f - y[0]).square().sum()), y, method=Krylov())[1]
 
 
-def _at_mode() -> dict[str, Tensor]:
-    return results(network(C), "classification", labels(), method=Krylov())[1]
-
-
 def _self_consistent() -> dict[str, Tensor]:
     fit = {"criterion": "self_consistency"}
     return results(network(C), "classification", labels(), fit, method="subset")[1]
@@ -168,7 +164,6 @@ CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "measurements": _observed,
     "noise by output": _noise_by_output,
     "loss without curvature": _flat_loss,
-    "curvature at the mode": _at_mode,
     "self-consistency": _self_consistent,
     "last layer of a stream": _last_layer_of_stream,
 }
@@ -209,20 +204,7 @@ class Ended(BaseException):
     """In the place of a kill at the end of a fit, whose file is then there."""
 
 
-def _accumulated() -> Any:
-    torch.manual_seed(0)
-    return nn.Linear(D, C).double(), "classification", labels(), {"method": Exact()}
-
-
-def _of_noise() -> Any:
-    return network(2), "regression", values(), {"method": Krylov()}
-
-
-def _of_mode() -> Any:
-    return network(C), "classification", labels(), {"method": Krylov()}
-
-
-def _with_file(case: str, path: Path, ends: bool) -> tuple[dict[str, Tensor], int] | None:
+def _with_file(path: Path, ends: bool) -> tuple[dict[str, Tensor], int] | None:
     """Results, and how many entries of the file were found in it."""
     found, known = [0], Results._known
 
@@ -240,29 +222,26 @@ def _with_file(case: str, path: Path, ends: bool) -> tuple[dict[str, Tensor], in
         patch.setattr(problem, "is_accumulated", lambda rows, size: rows >= size)
         if ends:
             patch.setattr(Checkpoint, "done", end)
-        model, likelihood, y, options = {"dense": _accumulated, "noise": _of_noise, "mode": _of_mode}[case]()
+        torch.manual_seed(0)
+        model = nn.Linear(D, C).double()
         try:
-            return results(model, likelihood, y, {"checkpoint": path}, **options)[1], found[0]
+            return results(model, "classification", labels(), {"checkpoint": path}, method=Exact())[1], found[0]
         except Ended:
             return None
 
 
-@pytest.mark.parametrize(
-    "case", ["dense", pytest.param("noise", marks=pytest.mark.nightly), pytest.param("mode", marks=pytest.mark.nightly)]
-)
-def test_results_in_a_file_are_those_of_all_processes(case: str, tmp_path: Path) -> None:
-    alone = _with_file(case, tmp_path / "alone", False)
+def test_results_in_a_file_are_those_of_all_processes(tmp_path: Path) -> None:
+    alone = _with_file(tmp_path / "alone", False)
     assert alone is not None
-    assert run_on_ranks(_with_file, 2, case, tmp_path / "fit", True) == [None, None]
+    assert run_on_ranks(_with_file, 2, tmp_path / "fit", True) == [None, None]
     for num_ranks in (2, 1, 3):
         path = tmp_path / str(num_ranks)
         shutil.copy(tmp_path / "fit", path)
-        resumed = run_on_ranks(_with_file, num_ranks, case, path, False)
+        resumed = run_on_ranks(_with_file, num_ranks, path, False)
         for of_rank in resumed:
             for name, value in alone[0].items():
                 assert_close(of_rank[0][name], value, rtol=1e-7, atol=1e-7 * float(value.abs().max()))
-        # All that the fit computes, however many processes go on with it.
-        print(case, num_ranks, [found for _, found in resumed])
+        assert resumed[0][1] > 0  # what the first process found in the file
 
 
 def _predicted_alone(layer: bool) -> Tensor | None:
@@ -294,11 +273,3 @@ def test_labels_that_are_all_ignored_are_refused_by_all() -> None:
         assert kind == "ValueError"
         assert "-100" in message
         assert "nothing to learn from" in message
-
-
-def test_a_bad_label_is_told_to_all() -> None:
-    y = labels()
-    y[-1] = C
-    for kind, message in run_on_ranks(_refused, 3, y):
-        assert kind == "ValueError"
-        assert message.startswith(f"Class labels must lie between 0 and {C - 1} for {C} outputs")

@@ -155,19 +155,6 @@ def test_a_fit_goes_on_from_any_moment(name: str, path: Path, kills: Any) -> Non
     goes_on(name, path, kills, 0.0, 0.5, 1.0)
 
 
-def test_products_that_are_there_are_not_made_again(path: Path, kills: Any) -> None:
-    fitted("krylov", path)
-    killed("krylov", path, kills, kills.entries)
-    made = []
-    with pytest.MonkeyPatch.context() as patch:
-        from laplace_sampling.networks.linearisation import Linearisation
-
-        ggn = Linearisation.ggn
-        patch.setattr(Linearisation, "ggn", lambda self, x, v, B: made.append(len(v)) or ggn(self, x, v, B))
-        fitted("krylov", path)
-    assert not made
-
-
 def test_fit_at_given_precisions(path: Path, kills: Any) -> None:
     expected = laplace().fit(data(), progress=False)
     kills(3)
@@ -236,12 +223,7 @@ OTHERWISE = {
     "batches": {"data": data(61)},
     "dtype": {"dtype": torch.float64},
     "`budget`": {"arguments": {"budget": 10.0}},
-    "`tolerance`": {"arguments": {"tolerance": 0.1}},
-    "`max_steps`": {"arguments": {"max_steps": 3}},
-    "`num_samples`": {"arguments": {"num_samples": 3}},
     "`criterion`": {"arguments": {"criterion": "self_consistency"}},
-    "`precision_bounds`": {"arguments": {"precision_bounds": (1e-3, 1e3)}},
-    "`noise_bounds`": {"arguments": {"noise_bounds": (1e-3, 1e3)}},
     "`weights`": {"arguments": {"weights": torch.full((60,), 2.0)}},
     "`warm_start`": {"arguments": {"warm_start": True}},
 }
@@ -437,15 +419,6 @@ def test_the_file_is_gone_where_a_warning_is_an_error(path: Path) -> None:
             )
     assert not path.exists()
     assert len(la.samples_) == 4
-
-
-def test_without_a_file_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise AssertionError
-
-    for name in ("Results", "_digest_of", "digest", "_comparable"):
-        monkeypatch.setattr(checkpoints, name, fails)
-    assert len(fitted("krylov").samples_) == 4
 
 
 # Of the fit, and its file: on these networks nearly all numbers are vectors of weights.

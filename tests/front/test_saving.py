@@ -146,17 +146,6 @@ def test_a_likelihood_of_ones_own_is_given_to_load(tmp_path) -> None:
         LinearisedLaplace.load(tmp_path / "posterior.pt", model, likelihood="regression")
 
 
-@pytest.mark.parametrize("call", ["log_marginal_likelihood", "evidence_path", "diagnose"])
-def test_what_needs_the_training_data_says_so(call: str, tmp_path) -> None:
-    case = make_case("classification_many_data")
-    with pytest.raises(NotFittedError, match=call):
-        getattr(LinearisedLaplace(case.model, "classification"), call)()
-    LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False).save(tmp_path / "la.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
-    with pytest.raises(NotFittedError, match=call):
-        getattr(loaded, call)()
-
-
 @pytest.mark.parametrize("method", ["exact", "krylov", "dual"])
 def test_weights_of_data_leave_a_posterior_that_can_be_calibrated(method: str, tmp_path) -> None:
     case = trained()
@@ -255,13 +244,6 @@ def test_predictions_are_of_the_function_of_the_fit(activated, reloaded: bool, t
     assert torch.equal(la.predict(x).samples, expected)
     assert torch.equal(pickle.loads(pickle.dumps(la.predict(x))).samples, expected)
     assert not rows  # the model itself is not run
-
-
-def test_a_few_training_inputs_are_in_the_file(activated) -> None:
-    la, x = activated
-    state = la.state_dict()
-    assert torch.equal(state["posterior"]["function"]["inputs"], x[::3])
-    assert not state["posterior"]["exact"]
 
 
 @pytest.mark.parametrize(

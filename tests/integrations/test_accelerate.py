@@ -1,7 +1,5 @@
 """`AcceleratedFits` in real training loops of Accelerate."""
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,13 +171,6 @@ def test_fits_are_of_the_model_inside_its_wrappers_and_of_all_data() -> None:
     reference = LinearisedLaplace(training.accelerator.unwrap_model(training.model), "classification", method="exact")
     reference.fit_hyperparameters([(x, y)], progress=False)
     assert_close(training.fits.laplace_.prior_precision_, reference.prior_precision_)
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "laplace_sampling.integrations.accelerate")
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match=r"\[accelerate\]"):
-        importlib.import_module("laplace_sampling.integrations.accelerate")
 
 
 def on_rank(folder: str) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """`Laplace(..., hessian_structure="sampled")` against laplace-torch's own full covariance."""
 
 import copy
-import importlib
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,14 +160,6 @@ def test_marglik_chooses_the_same_prior_precision(problem: Problem, subset: str)
     assert_same_predictions(theirs, ours, problem.x_new)
 
 
-def test_grid_search_chooses_the_same(problem: Problem) -> None:
-    theirs, ours = problem.pair()
-    validation = DataLoader(TensorDataset(problem.x + 0.1, problem.y), 10)
-    for la in (ours, theirs):
-        la.optimize_prior_precision(method="gridsearch", val_loader=validation, grid_size=7, log_prior_prec_min=-2)
-    assert_close(ours.prior_precision, theirs.prior_precision)
-
-
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_named_last_layer_and_frozen_weights(likelihood: str) -> None:
     problem = Problem(likelihood)
@@ -241,21 +231,6 @@ def test_other_methods_agree_within_the_errors_of_samples(problem: Problem) -> N
     theirs.prior_precision = ours.prior_precision
     variances = [la._glm_predictive_distribution(problem.x_new)[1].diagonal(dim1=1, dim2=2) for la in (ours, theirs)]
     assert_close(*variances, rtol=5 * math.sqrt(2 / 400), atol=0)
-
-
-def test_mean_of_samples_is_the_mc_link() -> None:
-    """Each mean of `S` probabilities has a standard error below `0.5/√S`; theirs has the same."""
-    problem = Problem("classification")
-    theirs, ours = problem.pair(num_samples=4000)
-    torch.manual_seed(0)
-    expected = theirs(problem.x_new, link_approx="mc", n_samples=4000)
-    error = 0.5 * math.sqrt(2 / 4000)
-    assert_close(ours(problem.x_new, link_approx="mc", n_samples=4000), expected, rtol=0, atol=4 * error)
-    torch.manual_seed(0)
-    expected = theirs(problem.x_new, pred_type="nn", link_approx="mc", n_samples=4000)
-    ours_nn = ours(problem.x_new, pred_type="nn", link_approx="mc", n_samples=4000)
-    assert_close(ours_nn, expected, rtol=0, atol=4 * error)
-    assert not torch.allclose(ours_nn, ours(problem.x_new), rtol=0, atol=4 * error)
 
 
 def test_forms_of_samples(problem: Problem) -> None:
@@ -351,19 +326,6 @@ def test_batches_that_are_dictionaries(problem: Problem) -> None:
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def test_settings_that_are_wrong() -> None:
-    for settings, message in (
-        ({"likelihood": "other"}, "likelihood type"),
-        ({"sigma_noise": 2.0}, "Sigma noise"),
-        ({"method": "other"}, "method"),
-        ({"budget": -1.0}, "budget"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            laplace.Laplace(
-                nn.Linear(2, 3), **{"likelihood": "classification", **settings}, hessian_structure="sampled"
-            ).fit([(torch.randn(5, 2), torch.arange(5) % 3)])
-
-
 def test_calls_without_a_meaning(problem: Problem) -> None:
     ours, x = problem.sampled(), problem.x_new
     for call, message in (
@@ -398,10 +360,3 @@ def test_another_network_is_not_fitted_again_without_a_word(problem: Problem) ->
     ours.prior_precision = 3.0
     with pytest.raises(ValueError, match="weights"):
         ours(problem.x_new)
-
-
-def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "laplace_sampling.integrations.laplace_torch")
-    monkeypatch.setitem(sys.modules, "laplace.baselaplace", None)
-    with pytest.raises(ImportError, match=r"\[laplace_torch\]"):
-        importlib.import_module("laplace_sampling.integrations.laplace_torch")

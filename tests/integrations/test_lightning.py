@@ -241,22 +241,6 @@ def test_a_training_of_so_many_steps_has_a_fit_at_its_end() -> None:
     assert trainer.global_step == 1
 
 
-def test_a_resumed_training_goes_on_equally(tmp_path: Path) -> None:
-    first, without = callback(), []
-    for number, callbacks in enumerate(([first], [])):
-        trained(callbacks, epochs=2, folder=tmp_path / str(number))
-    resumed = callback()
-    for number, callbacks in enumerate(([resumed], [])):
-        torch.manual_seed(5)
-        module, trainer = Net(), trainer_of(callbacks, epochs=4, folder=tmp_path / str(number))
-        torch.manual_seed(6)
-        trainer.fit(module, loader(), held_out(), ckpt_path=str(tmp_path / str(number) / "last.ckpt"))
-        without.append((module, trainer))
-    assert_same(*without)
-    assert [record["epoch"] for record in resumed.fits.history_] == [1, 2, 3, 4]
-    assert resumed.fits.history_[:2] == first.fits.history_
-
-
 class Order(Sampler):
     """An order of the data for each epoch: checkpoints of Lightning have no random state."""
 

@@ -110,14 +110,6 @@ def test_training_goes_on_as_without_fits(kind: str, method: str, own_generator:
     assert [record["epoch"] for record in fits.history_] == [1, 2, 3]
 
 
-def test_all_data_of_a_loader_that_drops_some_are_fitted_to() -> None:
-    training = Training()
-    fits = PeriodicFits("regression", budget=None)
-    training.run(1, fits)
-    assert len(training.loader) * training.loader.batch_size < 60
-    assert fits.laplace_.diagnose().num_data == 60
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "outputs"), [("regression", 1), ("classification", 10)])
 def test_all_fits_together_cost_no_more_than_the_training(kind: str, outputs: int) -> None:

@@ -1,8 +1,6 @@
 """`LaplaceTrainerCallback` in real trainings of transformers' `Trainer`, of small models with random weights."""
 
-import importlib
 import logging
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -397,10 +395,3 @@ def test_two_processes_fit_together_and_one_goes_on(tmp_path: Path) -> None:
     trainer.train(resume_from_checkpoint=str(tmp_path / "fits" / f"checkpoint-{STEPS}"))
     assert [record["epoch"] for record in fits.fits.history_] == [2, 4]
     assert fits.fits.history_[0] == first["history"][0]
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "laplace_sampling.integrations.transformers")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"\[transformers,accelerate\]"):
-        importlib.import_module("laplace_sampling.integrations.transformers")

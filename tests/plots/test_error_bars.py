@@ -5,7 +5,7 @@ from numpy.testing import assert_allclose
 from scipy.stats import norm
 from torch import Tensor
 
-from laplace_sampling import Gaussian, HeteroscedasticGaussian, Poisson, Prediction
+from laplace_sampling import Gaussian, Poisson, Prediction
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.plots import plot_error_bars
 from laplace_sampling.predictions.conformal import SplitConformal
@@ -87,17 +87,6 @@ def test_one_of_several_outputs() -> None:
         plot_error_bars(pred, output=4)
     with pytest.raises(ValueError, match="output=-1"):
         plot_error_bars(pred, output=-1)
-
-
-def test_noise_that_the_network_gives() -> None:
-    pred = predicted(HeteroscedasticGaussian(), 4, 2)
-    ax = plot_error_bars(pred, X, num_samples=1)
-    mean, variance = pred.outputs[:, 0], (pred.deviations**2).mean(0)
-    noise = (pred.outputs[:, 1] + variance[:, 1] / 2).exp()
-    for band, square in zip(ax.collections, (variance[:, 0] + noise, variance[:, 0]), strict=True):
-        half = norm.ppf(0.975) * square.sqrt()
-        assert_allclose(band_of(band, X), torch.stack([mean - half, mean + half], 1))
-    assert_allclose(ax.lines[0].get_ydata(), (mean + pred.deviations[0, :, 0])[X.argsort()])
 
 
 def test_conformal_intervals_are_those_of_observations() -> None:

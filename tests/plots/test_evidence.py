@@ -53,12 +53,6 @@ def test_the_default_is_the_evidence() -> None:
     assert_allclose(line.get_ydata()[60], middle)
 
 
-def test_several_precisions_are_one_mean() -> None:
-    case = make_case("regression")
-    la = LinearisedLaplace(case.model, "regression", prior="layerwise").fit(case.batches, progress=False)
-    assert plot_evidence(la, num=5).get_xlabel() == "prior precision α, geometric mean of the groups"
-
-
 def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(ValueError, match="curve"):
         plot_evidence(fitted("exact"), curve="loss")

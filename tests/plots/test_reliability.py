@@ -55,17 +55,6 @@ def test_classes_are_compared_in_bins_of_the_largest_probability(num_bins: int) 
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("probability of the predicted class", "share of right labels")
 
 
-@pytest.mark.slow
-def test_torchmetrics_has_the_same_calibration_error() -> None:
-    metrics = pytest.importorskip("torchmetrics.functional.classification", reason="torchmetrics is not installed")
-    pred, y = predicted(Categorical(), 200, 4), labels_of(4, 200)
-    error = metrics.multiclass_calibration_error(pred.probs, y, 4, n_bins=15)
-    assert legend_of(plot_reliability(pred, y, num_bins=15))[0] == f"predictions, ECE {float(error):.3f}"
-    pred, y = predicted(Bernoulli(), 80, 3), labels_of(2, 80, 3).double()
-    error = metrics.binary_calibration_error(pred.probs.flatten(), y.flatten().long(), n_bins=10)
-    assert legend_of(plot_reliability(pred, y, num_bins=10))[0] == f"predictions, ECE {float(error):.3f}"
-
-
 @pytest.mark.parametrize("shape", [(200,), (200, 1), (80, 3)])
 def test_labels_of_zero_and_one_are_compared_with_the_probability_of_one(shape: tuple[int, ...]) -> None:
     pred, y = predicted(Bernoulli(), *shape), labels_of(2, *shape).double()

@@ -206,16 +206,6 @@ def test_noise_and_precisions_are_those_of_the_largest_evidence() -> None:
     assert squares + float((result.best_.prior_precision * norms).sum()) == pytest.approx(y.numel(), rel=0.05)
 
 
-def test_a_part_of_the_weights_is_trained() -> None:
-    model = network()
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(False)
-    before = model[0].weight.clone()
-    result = trained(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
-    assert result.best_.names == ("2",)
-    assert torch.equal(model[0].weight, before)
-
-
 class Augmented(Dataset):
     """Inputs with noise that is drawn anew."""
 
@@ -314,18 +304,6 @@ def test_a_model_in_evaluation_mode_is_trained_and_put_back() -> None:
     trained(model, sgd(model), epochs=2)
     assert not any(part.training for part in model.modules())
     assert [True] * 6 in seen
-
-
-def test_a_model_in_a_wrapper() -> None:
-    inside, plain_model = network(), network()
-    model = nn.DataParallel(inside).eval()
-    torch.manual_seed(5)
-    first = trained(model, sgd(model), epochs=2)
-    torch.manual_seed(5)
-    second = trained(plain_model, sgd(plain_model), epochs=2)
-    assert first.best_.prior_precision.tolist() == second.best_.prior_precision.tolist()
-    assert_same(inside, plain_model)
-    assert not model.training
 
 
 def test_an_interrupt_leaves_the_best_weights_so_far() -> None:
