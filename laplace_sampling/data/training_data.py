@@ -43,9 +43,9 @@ class Data:
             regression they are `1/noise_variances`.
         noise_variances: `R` of heteroscedastic noise, `[N]` or one for each output, `[N, ...]`, in the units of the
             targets squared and in the order of the dataset, whatever order the loader has. The noise variance of a
-            datum is `R/b`, with `b` learnt; for variances that are known, use `Gaussian(1.0, learn=False)`.
-        unpack: for batches that are no pairs `(x, y)`, `batch -> (inputs, targets)`.
-        num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
+            datum is `R/b`, with `b` learnt. For known variances use `Gaussian(1.0, learn=False)`.
+        unpack: a function `batch -> (inputs, targets)`, for batches that are no pairs `(x, y)`.
+        num_data: the number of data of an `IterableDataset`. It is read in its order, which must repeat.
     """
 
     weights: Tensor | Sequence[float] | None = None

@@ -28,15 +28,15 @@ from laplace_sampling.solvers.preconditioners import Curvature
 class PosteriorModule(nn.Module):
     """A network with error bars: `module(x)` is a dictionary of what `predict(x)` gives, by name.
 
-    Weights and samples are buffers of the module, and scale, temperature and noise are inside: it holds neither
-    training data nor the fit. It takes a batch of any size, `[N, ...]`, of no rows as well, on the device and in the
-    dtype of the network, which `module.to(...)`, `.half()` and `.double()` change; results are in float32 at least.
-    A call changes nothing in it, so that threads may call it at the same time. `LinearisedLaplace.to_module` makes it.
+    Weights and samples are buffers of the module, and scale, temperature and noise are inside. It contains neither
+    training data nor the fit. It takes a batch of any size, `[N, ...]`, also an empty one, on the device and in the
+    dtype of the network, which `module.to(...)`, `.half()` and `.double()` change. Results are in float32 at least. A
+    call changes nothing in it, so several threads may call it. `LinearisedLaplace.to_module` makes it.
 
     Attributes:
-        program: `x ↦ f(w̄, x)`, `φ(x) ζ_k` and, where they are known without samples, variances.
+        program: `x ↦ f(w̄, x)`, `φ(x) ζ_k`, and variances if they are known without samples.
         outputs: names of what it returns, in order.
-        exact: whether there are such variances.
+        exact: whether variances are known without samples.
     """
 
     def __init__(self, program: nn.Module, formulas: "_Formulas", x: Any) -> None:
@@ -71,13 +71,13 @@ class PosteriorModule(nn.Module):
 
         Args:
             network: the linearised network.
-            samples: of its random weights.
+            samples: samples of its random weights.
             outputs: names of what the module returns.
-            likelihood: of the targets.
-            calibration: of the predictions.
-            x: example inputs, of a network that is traced.
-            curvature: of a factored posterior.
-            prior: of such a one.
+            likelihood: the likelihood of the targets.
+            calibration: the calibration of the predictions.
+            x: example inputs, if the network is traced.
+            curvature: the curvature of a factored posterior.
+            prior: the prior of a factored posterior.
             has_noise: whether targets are noisy outputs, and not measurements of them.
 
         Raises:
@@ -178,7 +178,7 @@ def save_onnx(module: PosteriorModule, path: str | Path, x: Any) -> None:
 
     Args:
         module: from `LinearisedLaplace.to_module`.
-        path: of the file.
+        path: the path of the file.
         x: example inputs, as for `module(x)`.
 
     Raises:

@@ -34,29 +34,29 @@ except ImportError as error:  # pragma: no cover
 class TangentSurrogate(TangentGP, GPyTorchModel, FantasizeMixin):  # pyright: ignore[reportIncompatibleMethodOverride]
     r"""A BoTorch model of one or several outputs: a Gaussian process with the tangent kernel of a network.
 
-    **Of a network that was trained on the observations, Bayesian optimisation makes hardly any progress**, on two of
-    three test functions no more than random search (`docs/benchmarks.md`): it fits so few data
-    exactly, by features that training has bent to them, and the evidence takes that for knowledge, so that error bars
-    are too narrow by a factor of five or more. Take BoTorch's `SingleTaskGP`, or the tangent of a network with random
-    weights, which is level with it there, or behind by a standard error.
+    **With a network that was trained on the observations, Bayesian optimisation makes hardly any progress**: on two of
+    three test functions it is no better than random search (`docs/benchmarks.md`). Such a network fits few data
+    exactly, with features that training has adapted to them, and the evidence takes that for knowledge. Error bars are
+    then too narrow by a factor of five or more. Use BoTorch's `SingleTaskGP`, or the tangent of a network with random
+    weights. The two are equally good there, or the second is behind by a standard error.
 
-    Unless they are given, prior precision and noise precision are those of largest evidence, to rounding;
-    `fit_gpytorch_mll` finds others, such as those of largest posterior probability under priors of GPyTorch.
+    Prior precision and noise precision are those of largest evidence, unless they are given. `fit_gpytorch_mll` finds
+    others, such as those of largest posterior probability under priors of GPyTorch.
 
     Args:
         network: a trained network, or its linearisation.
         train_X: `[N, D]`, best in float64, as BoTorch asks.
         train_Y: `[N, C]`, best standardised: GPyTorch raises variances below 1e-10 to that, in float32 below 1e-6.
-        mean: `"network"`, `"affine"` or `"homogeneous"`, see `NetworkMean`.
+        mean: `"network"`, `"affine"` or `"homogeneous"` (`NetworkMean`).
         prior_precision: `α`, learnt by default.
         noise_precision: `b`, common to all outputs, learnt by default.
-        options: of `TangentKernel`, such as `scale` and `input_shape`.
+        options: further arguments of `TangentKernel`, such as `scale` and `input_shape`.
 
     Raises:
         ValueError: for shapes that do not fit, data that are not finite, and precisions that are not positive.
 
     Attributes:
-        optimum: how the hyperparameters were found; a `ConvergenceWarning` says if the evidence has no maximum.
+        optimum: how the hyperparameters were found. A `ConvergenceWarning` says if the evidence has no maximum.
     """
 
     covar_module: TangentKernel
@@ -115,13 +115,14 @@ class TangentSurrogate(TangentGP, GPyTorchModel, FantasizeMixin):  # pyright: ig
     def sample_paths(self, num_samples: int | None = None, seed: int = 0) -> GenericDeterministicModel:
         r"""Functions drawn from the posterior, `f_k(x) = m(x) + φ(x)(θ̄ + ζ_k)`, by pathwise conditioning.
 
-        As a deterministic model of BoTorch: differentiable, and the same at every call, so that Thompson sampling can
-        maximise it, by `PosteriorMean` for instance. A sample is one vector of weights, of the network as it is now.
+        The result is a deterministic model of BoTorch: differentiable, and the same at every call, so that Thompson
+        sampling can maximise it, by `PosteriorMean` for instance. A sample is one vector of weights, of the network as
+        it is now.
 
         Args:
             num_samples: `K`; the model then has batch shape `[K]`, and takes `X` of shape `[…, K, Q, D]`, inputs of
                 each function, or `[…, 1, Q, D]` or `[Q, D]`, the same for all. By default one function of any `X`.
-            seed: of the draws.
+            seed: the seed of the draws.
         """
         if num_samples is not None:
             check_whole("`sample_paths(num_samples)`", num_samples, 1)

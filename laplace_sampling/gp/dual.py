@@ -79,10 +79,10 @@ class DualCG(Sampler):
 
     Args:
         tolerance: the largest error of the function, as in `Solution.error`.
-        rank: of the preconditioner; 0 for none.
-        max_iterations: of conjugate gradients, in each solve.
-        seed: of the preconditioner.
-        held: a preconditioner that was made before; a product finds the factor by which `S` has changed since.
+        rank: the rank of the preconditioner; 0 for none.
+        max_iterations: the largest number of steps of conjugate gradients in each solve.
+        seed: the seed of the preconditioner.
+        held: an earlier preconditioner; a product finds the factor by which `S` has changed since.
     """
 
     # Solves at most, each from where the last one ended and to a smaller residual.

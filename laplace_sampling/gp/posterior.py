@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.gp.evidence import ROOT_TOLERANCE, HyperparameterBounds, Optimum, RegressionEvidence
+from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum, RegressionEvidence
 from laplace_sampling.gp.gram import KernelMatrix, cross_gram, gram, gram_blocks, transposed
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import ModeCurve, interpolated, modes_along
@@ -121,7 +121,7 @@ class GramPosterior:
         return kept | {"coefficients": self.known_mode.coefficients, "mode_outputs": self.known_mode.outputs}
 
     def at(self, model: LinearModel, prior: GaussianPrior) -> "GramPosterior":
-        """The posterior at other hyperparameters: the decomposition is a new one if the ratios of noises are."""
+        """The posterior at other hyperparameters. If the ratios of noises change, the decomposition is a new one."""
         old, new = (_unit(m.likelihood).noise_precisions() for m in (self.model, model))
         if old is not None and new is not None and not torch.allclose(old, new, rtol=1e-12):
             return GramPosterior.of(model, prior)
@@ -408,14 +408,14 @@ def of_largest_evidence(
 ) -> tuple[GramPosterior, Optimum]:
     r"""The posterior at the hyperparameters of largest evidence, and how they were found.
 
-    Noise that is learnt is `b = (n − γ)/Σ(y − f)²`, with `α` of largest evidence at that `b`; the likelihood says
-    whether it is one number or one an output. For a likelihood that is not Gaussian `α` is MacKay's fixed point
+    A noise that is learnt is `b = (n − γ)/Σ(y − f)²`, with `α` of largest evidence at that `b`. The likelihood says
+    whether it is one number or one for each output. For a likelihood that is not Gaussian `α` is MacKay's fixed point
     `γ/θ̄ᵀA₁θ̄`, where the derivative of the evidence is zero.
 
     Args:
         model: the linear model on the training data.
         prior: starting point; its scale, and the ratios of its precisions, stay.
-        bounds: within which the precisions are kept.
+        bounds: bounds of the precisions.
     """
     likelihood = model.likelihood
     if not isinstance(likelihood, Gaussian):
@@ -505,7 +505,6 @@ def _at_fixed_point(posterior: GramPosterior, bounds: Bounds) -> tuple[GramPoste
         lambda alpha: alpha * at(alpha).mode.norm,
         posterior.precisions[0],
         bounds,
-        ROOT_TOLERANCE,
     )
     found = at(alpha)
     slope = 0.5 * (found.effective_dimension() - alpha * found.mode.norm)

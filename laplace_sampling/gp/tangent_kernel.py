@@ -112,27 +112,27 @@ class TangentKernelOperator(LinearOperator):
 class TangentKernel(gpytorch.kernels.Kernel):
     r"""`k(x, x') = φ(x) diag(s²) φ(x')ᵀ / α`, alone or with other kernels, as in `TangentKernel(net) + RBFKernel()`.
 
-    Its one hyperparameter is the prior precision `α`. The matrix at `α = 1` of the last inputs without gradient is
-    kept, so that training `α` needs it once; it is made anew when the inputs, the scale or the network have changed.
+    Its one hyperparameter is the prior precision `α`. The kernel keeps the matrix at `α = 1` of the last inputs without
+    gradient, so that training `α` computes it once. It computes a new one when inputs, scale or network have changed.
 
     Kernels of several outputs go with multitask means and likelihoods, and are added to kernels of as many outputs:
     `TangentKernel(net) + MultitaskKernel(RBFKernel(), num_tasks=C)`.
 
     Args:
         network: a trained network, or its linearisation (for a choice of weights).
-        scale: `s`, `[P]`, prior standard deviations at `α = 1`, by default one; `prior_scale_` of a fitted
+        scale: `s`, `[P]`, prior standard deviations at `α = 1`, by default one; such as `prior_scale_` of a fitted
             `LinearisedLaplace`.
-        input_shape: of one input, where it is not the row itself.
-        prior_precision: where `α` starts, a number or `[*batch_shape, 1]`.
+        input_shape: the shape of one input of the network, if it is not a row.
+        prior_precision: the start of `α`, a number or `[*batch_shape, 1]`.
         precision_prior: a GPyTorch prior of `α`.
-        dense_size: matrices of up to so many rows are made dense, and so are those of a batch of inputs; others are
-            `TangentKernelOperator`s.
-        batch_shape: of a batch of kernels, each with an `α` of its own, for inputs of this batch shape or one that
+        dense_size: the largest number of rows of a dense matrix. Larger ones are `TangentKernelOperator`s, except those
+            of a batch of inputs, which are always dense.
+        batch_shape: the shape of a batch of kernels, each with its own `α`, for inputs of this batch shape or one that
             broadcasts with it. They share the network and `s`.
-        active_dims: which columns of the inputs the network takes, by default all.
+        active_dims: the columns of the inputs that the network takes, by default all.
 
     Raises:
-        ValueError: if `scale` is not of one entry a weight, or `prior_precision` not positive and finite.
+        ValueError: if `scale` does not have one entry for each weight, or `prior_precision` is not positive and finite.
     """
 
     def __init__(
@@ -317,18 +317,18 @@ def _set_prior_precision(kernel: Any, value: float | Tensor) -> None:
 
 
 class NetworkMean(gpytorch.means.Mean):
-    r"""The prior mean of a tangent Gaussian process, of inputs `[…, N, D]`.
+    r"""The prior mean of a tangent Gaussian process, for inputs `[…, N, D]`.
 
     - `"network"`: `f(w̄, x)`: the prior is around the trained weights, and the data correct the network.
-    - `"affine"`: `f(w̄, x) − φ(x) w̄`, the prior mean of the linearised Laplace approximation: the marginal likelihood is
-      its evidence, and the posterior mean is near the network's output where that is a mode.
+    - `"affine"`: `f(w̄, x) − φ(x) w̄`, the prior mean of the linearised Laplace approximation: the marginal likelihood
+      is its evidence, and the posterior mean is near the network's output where that is a mode.
     - `"homogeneous"`: zero.
 
     Args:
         network: a trained network, or its linearisation.
-        kind: one of these.
-        input_shape: of one input, where it is not the row itself.
-        active_dims: which columns of the inputs the network takes, by default all.
+        kind: one of these names.
+        input_shape: the shape of one input of the network, if it is not a row.
+        active_dims: the columns of the inputs that the network takes, by default all.
     """
 
     def __init__(
@@ -362,21 +362,21 @@ class NetworkMean(gpytorch.means.Mean):
 
 
 class TangentGP(gpytorch.models.ExactGP):
-    r"""Exact Gaussian process with the tangent kernel of a network, and a mean of it; trained as any of GPyTorch's.
+    r"""Exact Gaussian process with the tangent kernel of a network and a mean from it, trained as any of GPyTorch's.
 
     Args:
         train_x: inputs, `[N, D]`.
         train_y: targets, `[N]`, or `[N, C]` for several outputs.
         likelihood: `GaussianLikelihood`, or `MultitaskGaussianLikelihood` for several outputs.
         network: a trained network, or its linearisation.
-        mean: `"network"`, `"affine"` or `"homogeneous"`, see `NetworkMean`.
-        kernel: by default `TangentKernel(network, ...)`; another with it as a part, or of it.
-        options: of `TangentKernel`; with a `kernel`, which has its own, only `input_shape` and `active_dims`, for the
+        mean: `"network"`, `"affine"` or `"homogeneous"` (`NetworkMean`).
+        kernel: by default `TangentKernel(network, ...)`; or another kernel that contains one.
+        options: further arguments of `TangentKernel`. With a `kernel` only `input_shape` and `active_dims`, for the
             mean.
 
     Raises:
-        ValueError: if targets, likelihood or kernel are not of as many outputs as the network has, or if there are
-            options beside a kernel.
+        ValueError: if targets, likelihood or kernel do not have as many outputs as the network, or for other options
+            beside a kernel.
     """
 
     def __init__(

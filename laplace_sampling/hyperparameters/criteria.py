@@ -27,8 +27,8 @@ class Criterion(ABC):
     To write one, subclass this in a file of its own, give `name` and `rule`, and add a line to `CRITERIA`.
 
     Args:
-        precision_bounds: within which the prior precision `α` is kept.
-        noise_bounds: within which the noise precision of a regression is kept.
+        precision_bounds: bounds of the prior precision `α`.
+        noise_bounds: bounds of the noise precision of a regression.
     """
 
     name: ClassVar[str]
@@ -40,7 +40,7 @@ class Criterion(ABC):
 
     @property
     def evidence(self) -> "Evidence":
-        """The evidence within these bounds, for what has several precisions and no rule."""
+        """The evidence within these bounds, for priors of several precisions and for methods without a rule."""
         return Evidence(precision_bounds=self.precision_bounds, noise_bounds=self.noise_bounds)
 
     @abstractmethod
@@ -50,10 +50,11 @@ class Criterion(ABC):
         Args:
             tangent: the linear model on the training data.
             held_out: data that the network was not trained on, if there are any.
-            affordable: tells how many of the data that the rule would look at the budget pays for.
+            affordable: a function of a number of data and the cost of a search: how many of these data the budget pays
+                for.
 
         Raises:
-            ValueError: if the criterion does not go with the likelihood, or misses its data.
+            ValueError: if the criterion does not go with the likelihood, or needs data that are not there.
         """
 
 
@@ -62,9 +63,9 @@ class Evidence(Criterion):
     """The largest marginal likelihood `log p(y)` of the linear model.
 
     Args:
-        precision_bounds: within which the prior precision `α` is kept.
-        noise_bounds: within which the noise precision of a regression is kept.
-        max_steps: steps at most; a `ConvergenceWarning` tells if they were not enough.
+        precision_bounds: bounds of the prior precision `α`.
+        noise_bounds: bounds of the noise precision of a regression.
+        max_steps: the largest number of steps. A `ConvergenceWarning` says if they were not enough.
         num_samples: samples during EM, where a method needs it; `γ` has a relative error of about `√(2/(Kγ))`.
     """
 
@@ -87,9 +88,14 @@ class Evidence(Criterion):
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOutLabels(Criterion):
-    """The smallest precision at which error bars cost training labels no more than errors on left-out data warrant.
+    """The widest error bars that cost the training labels no more than errors on left-out labels warrant.
 
-    It is for one label a datum, of at most 100 classes with ten data each (`hyperparameters.rules`).
+    It takes the smallest prior precision of this kind. It is for one label for each datum, with at most 100 classes and
+    ten data of each (`hyperparameters.rules`).
+
+    Args:
+        precision_bounds: bounds of the prior precision `α`.
+        noise_bounds: bounds of the noise precision of a regression.
     """
 
     name = "leave_one_out"
@@ -106,7 +112,12 @@ class LeftOutLabels(Criterion):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfConsistency(Criterion):
-    """The smallest precision at which the training loss rises as Laplace's approximation says."""
+    """The smallest prior precision at which the training loss rises as Laplace's approximation says.
+
+    Args:
+        precision_bounds: bounds of the prior precision `α`.
+        noise_bounds: bounds of the noise precision of a regression.
+    """
 
     name = "self_consistency"
 
@@ -121,12 +132,12 @@ class SelfConsistency(Criterion):
 
 @dataclass(frozen=True, kw_only=True)
 class Validation(Criterion):
-    """The widest error bars that cost held-out data hardly anything, with a temperature or the noise.
+    """The widest error bars that hardly make held-out data less likely, together with a temperature or the noise.
 
     Args:
-        precision_bounds: within which the prior precision `α` is kept.
-        noise_bounds: within which the noise precision of a regression is kept.
-        most_data: held-out data that are looked at, at most; fewer where they have many outputs.
+        precision_bounds: bounds of the prior precision `α`.
+        noise_bounds: bounds of the noise precision of a regression.
+        most_data: the largest number of held-out data that are used; fewer if they have many outputs.
     """
 
     name = "validation"

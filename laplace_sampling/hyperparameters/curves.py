@@ -164,7 +164,7 @@ class EvidencePath:
 
 @dataclass(frozen=True)
 class EvidenceCurves:
-    """Curves over the prior precision, all `[n]`, in float64 on the CPU; logarithms are natural, sums over the data.
+    """Curves over the prior precision, each `[n]`, in float64 on the CPU; logarithms are natural, sums over the data.
 
     Attributes:
         prior_precision: `α`.
@@ -207,15 +207,15 @@ class EvidenceCurves:
 
 @dataclass(frozen=True)
 class MarginalLikelihood:
-    """`log p(y)` at some hyperparameters, by Laplace's approximation at some weights; `float()` of it is the value.
+    """`log p(y)` at some hyperparameters, by Laplace's approximation at some weights; `float()` returns its value.
 
     Attributes:
         value: `−data_fit − complexity`, a sum over the data.
-        standard_error: of it; 0 if exact.
+        standard_error: the standard error of the value; 0 if it is exact.
         data_fit: `Σ_i ℓ(y_i, h(θ̄, x_i))`, or at the network `Σ_i ℓ(y_i, f(w̄, x_i))`.
-        complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`, at the network with `w̄` in place of `θ̄`.
-        exact: whether all eigenvalues were at hand.
-        at: where the approximation is made: `"mode"`, the mode of the linear model, or `"network"`, the weights of the
+        complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`; at the network `w̄` takes the place of `θ̄`.
+        exact: whether all eigenvalues were known.
+        at: the weights of the approximation: `"mode"`, the mode of the linear model, or `"network"`, the weights of the
             network. Only the second ranks networks (`docs/decisions.md`).
     """
 

@@ -17,31 +17,32 @@ from laplace_sampling.predictions.calibration import Calibration
 
 
 class StopFit(Exception):
-    """Raised by a `callback` of `fit_hyperparameters`, it ends the fit without an error, as `break` ends a loop.
+    """An exception for a `callback` of `fit_hyperparameters` to raise: it ends the fit without an error.
 
-    What was fitted before is kept, and `history_` has the steps that were made. Any other exception ends the fit too,
-    and goes on to the caller.
+    The posterior that was there before is kept, and `history_` has the steps that were made. Any other exception ends
+    the fit as well, and reaches the caller.
     """
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of `fit_hyperparameters`. Vectors have one entry a group of the prior; losses are sums over the data.
+    """A step of `fit_hyperparameters`. Vectors have one entry for each group of the prior; losses are sums over data.
 
-    A field is `None` where the likelihood or the method has no such quantity.
+    A field is `None` if the likelihood or the method has no such quantity.
 
     Attributes:
         step: counted from 1.
         prior_precision: `α` to which all other values of the step belong: the one from which a step of EM starts, or
-            the one that a step finds on a curve along `α`; `new_prior_precision` is that of the next step.
-        noise_precision: `b` to which they belong, of a Gaussian likelihood.
-        effective_dimension: `γ` at this `α` and `b`; `effective_dimension_se` is its standard error, of methods that
-            estimate it.
+            the one that a step finds on a curve along `α`.
+        new_prior_precision: `α` of the next step.
+        noise_precision: `b` of a Gaussian likelihood to which the other values belong.
+        effective_dimension: `γ` at this `α` and `b`.
+        effective_dimension_se: the standard error of `γ`, for methods that estimate it.
         mode_norm: `‖θ̄‖²` in the scaled coordinates of the prior.
-        loss: `Σ_i ℓ(y_i, h(θ̄, x_i))`, or that of the network where no mode is needed; `network_loss` is the same sum
-            for the network itself.
-        mode_residual: norm of the gradient at `θ̄`, relative to that at zero, where the mode is sought by iterations.
-        sample_residual: largest residual of a sample, of methods that sample in each step.
+        loss: `Σ_i ℓ(y_i, h(θ̄, x_i))`, or that of the network if no mode is needed.
+        network_loss: this sum for the network itself.
+        mode_residual: norm of the gradient at `θ̄`, relative to that at zero, if iterations find the mode.
+        sample_residual: largest residual of a sample, for methods that sample in each step.
         passes: Jacobian products, in units of all data and one vector.
         seconds: wall time of the step.
     """
@@ -61,7 +62,7 @@ class Step:
     sample_residual: float | None = None
 
     def to_dict(self) -> dict[str, float]:
-        """Numbers by name, as loggers take them: those of several groups with `/0`, `/1`, … behind the name.
+        """Numbers by name, as loggers take them; numbers of several groups have `/0`, `/1`, … behind the name.
 
         Fields that are `None` are left out.
         """

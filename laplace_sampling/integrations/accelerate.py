@@ -79,12 +79,12 @@ class AcceleratedFits(PeriodicFits):
         """`PeriodicFits.fit`, logged as `laplace_…`.
 
         Args:
-            model: as it is in the loop.
-            train_loader: its training data, as they are in the loop or as they were before `prepare`; of an
-                `IterableDataset` with several processes as they were before.
-            val_loader: in place of that of the constructor, in the same form.
-            epoch: epochs of training so far, counted from one.
-            step: of the trackers, as in `accelerator.log`.
+            model: the model of the loop.
+            train_loader: its training data, as they are in the loop or as they were before `prepare`. An
+                `IterableDataset` with several processes has to be given as it was before.
+            val_loader: takes the place of the constructor's, in the same form.
+            epoch: number of finished epochs of training.
+            step: the step of the trackers, as in `accelerator.log`.
 
         Raises:
             TypeError, ValueError, FloatingPointError: as in `fit_hyperparameters`, and for a loader that gives a

@@ -44,7 +44,7 @@ _DECADES, _POINTS = 2.0, 641
 class SampledLaplace(ParametricLaplace):
     """All weights, with a posterior that is sampled; arguments and results are those of laplace-torch.
 
-    Covariances are those of the samples, or exact where the method is. Samples of the function are joint: each is one
+    Covariances are those of the samples, or exact if the method is. Samples of the function are joint: each is one
     function at all inputs, `f + Σ_k ε_k φ(x)ζ_k/√K` with the `K` samples of the fit.
 
     Args:
@@ -53,19 +53,19 @@ class SampledLaplace(ParametricLaplace):
         sigma_noise: standard deviation of the noise of a regression, `1/√noise_precision`.
         prior_precision: one number, in units of the sum of losses.
         prior_mean: mean of the weights, for the marginal likelihood; predictions do not depend on it.
-        temperature: `T`; the curvature is divided by it.
+        temperature: `T`, which divides the curvature.
         dict_key_x: not needed: a model that takes a dictionary gets it whole.
-        dict_key_y: the targets in batches that are dictionaries.
+        dict_key_y: the key of the targets in batches that are dictionaries.
         method: as in `LinearisedLaplace`.
         num_samples: `K`.
-        seed: of the samples.
-        budget: of each fit, as in `LinearisedLaplace.fit`.
+        seed: the seed of the samples.
+        budget: the budget of each fit, as in `LinearisedLaplace.fit`.
 
     Raises:
-        ValueError: for settings that are not known, as laplace-torch and `LinearisedLaplace` do.
+        ValueError: for settings that are not known, as in laplace-torch and `LinearisedLaplace`.
 
     Attributes:
-        linearised: the `LinearisedLaplace` at the hyperparameters at which it was fitted last; `None` before `fit`.
+        linearised: the `LinearisedLaplace` of the last fit; `None` before `fit`.
         mean: the weights of the network, `[P]`.
     """
 
@@ -106,11 +106,11 @@ class SampledLaplace(ParametricLaplace):
         self._take_weights(self._unfitted())
 
     def fit(self, train_loader: DataLoader, override: bool = True, progress_bar: bool = False) -> None:
-        """Computes the posterior at these hyperparameters; the loader is kept, to fit again when they have changed.
+        """Compute the posterior at these hyperparameters, and keep the loader, to fit again when they have changed.
 
         Raises:
             NotImplementedError: for `override=False`.
-            TypeError, ValueError: for data that do not fit the model, as `LinearisedLaplace.fit` does.
+            TypeError, ValueError: for data that do not fit the model, as in `LinearisedLaplace.fit`.
         """
         if not override:
             raise NotImplementedError(

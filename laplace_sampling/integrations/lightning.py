@@ -24,27 +24,28 @@ _SHARDED = (DeepSpeedStrategy, FSDPStrategy)
 
 
 class LaplaceCallback(Callback):
-    """Fits error bars every few epochs of a training by Lightning, and logs what they say.
+    """Fits error bars every few epochs of a training by Lightning, and logs what they find.
 
-    Fits are at the end of an epoch, after its validation, and start from the one before (`PeriodicFits`); the last
-    epoch has one, and one that `budget` leaves out is logged with the reason. Training goes on bit for bit as without
-    them. Metrics are logged with `laplace_` before their names, and may be monitored by
-    `ModelCheckpoint(save_on_train_epoch_end=True)` and `EarlyStopping(check_on_train_epoch_end=True)`. The state of the
-    callback is in Lightning's checkpoints, so that a training that is resumed goes on from its last fit, also with
-    other numbers of processes; any other training begins anew. Several processes fit together: they share out the data,
-    all have the result, and the first one logs it.
+    A fit comes at the end of an epoch, after its validation, and starts from the fit before (`PeriodicFits`). The last
+    epoch has one. If `budget` leaves one out, the reason is logged. Training goes on bit for bit as without fits.
+
+    Metrics are logged with `laplace_` before their names. `ModelCheckpoint(save_on_train_epoch_end=True)` and
+    `EarlyStopping(check_on_train_epoch_end=True)` may monitor them. Lightning's checkpoints contain the state of the
+    callback, so that a resumed training continues from its last fit, with any number of processes. Every other training
+    begins anew. Several processes fit together: they share out the data, all have the result, and the first one logs
+    it.
 
     Args:
         likelihood: as in `LinearisedLaplace`.
-        train_loader: data of the fits, in place of the trainer's: without augmentation, if that has any.
+        train_loader: data of the fits, in place of the trainer's; without augmentation.
         val_loader: data of the metrics, in place of the trainer's, if it has one.
         module: the name of the submodule that is the network, such as `"net"`; by default the `LightningModule` itself.
-        options: all others of `PeriodicFits`: `every_n_epochs`, `metrics`, `budget`, `process_group` (by default all
-            processes of the trainer), and those of `LinearisedLaplace` and `fit_hyperparameters`.
+        options: further arguments of `PeriodicFits`: `every_n_epochs`, `metrics`, `budget`, `process_group` (by default
+            all processes of the trainer), and those of `LinearisedLaplace` and `fit_hyperparameters`.
 
     Raises:
-        TypeError, ValueError: for settings that are not known; when training starts, for a network or loaders that are
-            not to be found, and for strategies that shard the network.
+        TypeError, ValueError: for settings that are not known; when training starts, if network or loaders cannot be
+            found, and for strategies that shard the network.
 
     Attributes:
         fits: the `PeriodicFits`.

@@ -41,31 +41,29 @@ PREFIX = "laplace_"
 class PeriodicFits:
     r"""Fits a `LinearisedLaplace` to a network every few epochs of its training, each from the posterior of the last.
 
-    The network, its modes, buffers and gradients, the optimiser, the loaders and the random states of torch, NumPy and
-    Python are those of a training without fits, bit for bit.
+    The training goes on bit for bit as without fits: network, modes, buffers, gradients, optimiser, loaders, and the
+    random states of torch, NumPy and Python.
 
-    The training data must not change from pass to pass: a loader with random augmentation is refused, and one with
-    `drop_last` or `shuffle` is read whole and in order. Pass a loader without augmentation for the fits.
+    The training data must not change from pass to pass: a loader with random augmentation is refused. Give a loader
+    without augmentation for the fits. A loader with `drop_last` or `shuffle` is read whole and in order.
 
     Args:
         likelihood: as in `LinearisedLaplace`.
-        every_n_epochs: a fit after every so many epochs, and after the last one; fewer, where `budget` leaves some out.
-        val_loader: data for metrics, which training does not see; `criterion="validation"` fits to them, too.
-        metrics: what is computed of predictions of `val_loader`, by name: a function `(prediction, targets) -> number`
-            or `-> [N]` of what `LinearisedLaplace.predict` returns of a batch, averaged over the data; or a metric of
-            torchmetrics, which gets `prediction.probs`, or `prediction.mean` of a regression.
-        budget: training epochs, counted in operations, that the first fit may take; each later one half of what the
-            first took. A fit after which all fits and one more at the end of training would cost more than the training
-            so far is left out, except the first and the last one, and `logging` says so with the costs. `None`: no
-            limit, and none is left out. Where there are few data, fits cost more: Kronecker factors are of 250
-            gradients at least, and rules for `α` look at 50 data.
-        process_group: the processes of `torch.distributed` that share out the data of the fits and of the metrics: all
-            of them make the same calls (`docs/distributed.md`). Their buffers may differ, as the running means of
-            `BatchNorm` do: fits are of those of the first process, and each process has its own ones back afterwards.
-            `"auto"`: all processes, if there are several.
-        options: of `LinearisedLaplace` and of `fit_hyperparameters`, with other defaults: `method="kfac"`, which costs
-            little and whose numbers are of one kind from epoch to epoch; `num_samples=16`, by which standard deviations
-            are known to 18 %; `progress=False`.
+        every_n_epochs: a fit is due after this many epochs, and after the last one; `budget` may leave some out.
+        val_loader: data for metrics, which training does not use; `criterion="validation"` fits to them, too.
+        metrics: what is computed from predictions for `val_loader`, by name: a function `(prediction, targets) ->
+            number` or `-> [N]` of what `LinearisedLaplace.predict` returns for a batch, averaged over the data; or a
+            metric of torchmetrics, which gets `prediction.probs`, or `prediction.mean` for a regression.
+        budget: the first fit costs at most this many training epochs, counted in operations, each later one at most
+            half of what the first took. Fits are skipped, except the first and the last one, so that all together never
+            cost more than the training itself; `logging` says so with the costs. `None` is no limit, and skips none.
+            With few data, fits cost more: Kronecker factors take at least 250 gradients, and rules for `α` use 50 data.
+        process_group: the processes of `torch.distributed` that share out the data of the fits and of the metrics. All
+            of them make the same calls (`docs/distributed.md`). Their buffers may differ, such as the running means of
+            `BatchNorm`: fits take those of the first process. `"auto"` is all processes, if there are several.
+        options: further arguments of `LinearisedLaplace` and `fit_hyperparameters`, with other defaults:
+            `method="kfac"`, which costs little and is the same method in each epoch; `num_samples=16`, which gives
+            standard deviations an error of 18 %; `progress=False`.
 
     Raises:
         TypeError, ValueError: for settings that are not known.
@@ -126,11 +124,11 @@ class PeriodicFits:
         return self._laplace
 
     def due(self, epoch: int, last: bool = False) -> bool:
-        """Whether a fit is due after these epochs of training; one that `budget` leaves out is logged with its reason.
+        """Whether a fit is due after these epochs of training. If `budget` leaves one out, the reason is logged.
 
         Args:
-            epoch: epochs of training so far, counted from one.
-            last: whether no more will follow. The network that training leaves has a fit, whatever that costs.
+            epoch: number of finished epochs of training.
+            last: whether this is the last epoch. The trained network always has a fit, whatever that costs.
         """
         if last or epoch % self.every_n_epochs:
             return last
@@ -149,21 +147,25 @@ class PeriodicFits:
     def fit(
         self, model: nn.Module, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, *, epoch: int
     ) -> dict[str, float]:
-        """A fit of the network as it is now, whether it is due or not.
+        """Fit the network as it is now, whether a fit is due or not.
 
         Args:
-            model: the network, mostly the same at each fit.
+            model: the network, usually the same at each fit.
             train_loader: its training data, as in `fit_hyperparameters`.
-            val_loader: in place of that of the constructor.
-            epoch: epochs of training so far, counted from one.
+            val_loader: takes the place of the constructor's.
+            epoch: number of finished epochs of training.
 
         Returns:
-            What trainers log: `prior_precision`, with a `/` and the name of the group where there are several;
-            `noise_precision` of a regression, with a `/` and the number of the output where there are several;
-            `effective_dimension`;
-            `converged`, one or zero; `score`, the evidence for each datum in nats, of exact and factored posteriors;
-            of the `val_loader` `val_log_loss`, in nats for each datum, and the `metrics`; `cost`, in training epochs.
-            Nothing of a fit that a callback has stopped with `StopFit`: the last one is kept, and `logging` says so.
+            What trainers log. Numbers of several groups or outputs have a `/` and the name or number behind their name.
+
+            - `prior_precision`, `effective_dimension`, for a regression `noise_precision`;
+            - `converged`, one or zero;
+            - `score`, the evidence for each datum in nats, for exact and factored posteriors;
+            - with a `val_loader`: `val_log_loss`, in nats for each datum, and the `metrics`;
+            - `cost`, in training epochs.
+
+            It is empty if a callback has stopped the fit with `StopFit`. Then the last fit is kept, and `logging` says
+                so.
 
         Raises:
             TypeError, ValueError, FloatingPointError: as in `fit_hyperparameters`. The last fit is kept.
@@ -264,27 +266,27 @@ class PeriodicFits:
         return means | {name: float(metric.compute()) for name, metric in streams.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a training that goes on elsewhere needs: numbers and tensors, for `torch.load(weights_only=True)`.
+        """What a resumed training needs: numbers and tensors, for `torch.load(weights_only=True)`.
 
-        The posterior is in it, with its samples, which take the memory of `num_samples` networks.
+        It contains the posterior with its samples, which take the memory of `num_samples` networks.
         """
         posterior = self._state if self._laplace is None else self._laplace.state_dict()
         return {"history": [dict(record) for record in self.history_], "posterior": posterior, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`: the next fit starts from its posterior, also of a network that was trained since."""
+        """Continue from `state_dict`: the next fit starts from its posterior, even if the network was trained since."""
         self._laplace, self._state = None, state["posterior"]
         self.history_ = [dict(record) for record in state["history"]]
         self._first = float(state["first"])
 
     def restore(self, model: nn.Module) -> bool:
-        """Make the posterior of `load_state_dict` predict again, where nothing is left to train.
+        """Make the posterior of `load_state_dict` predict again, when no training follows.
 
         Args:
             model: the network of the checkpoint.
 
         Returns:
-            Whether `laplace_` is that posterior now; not, where the network has other weights than at its fit.
+            Whether `laplace_` is that posterior now. It is not if the network has other weights than at its fit.
         """
         if self._state is None:
             return False

@@ -146,22 +146,22 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     r"""A regression by a network, with error bars by the linearised Laplace approximation.
 
     Args:
-        network: a `torch.nn.Module`, of which a copy is trained from the weights that it has; or a callable
+        network: a `torch.nn.Module`, a copy of which is trained from the weights that it has; or a callable
             `(num_inputs, num_outputs) -> nn.Module`. By default two layers of 50 units, in double precision, which
             standardise inputs and targets.
-        max_epochs: epochs of the training, by Adam; with 0 the weights stay what they are.
+        max_epochs: epochs of the training, by Adam; with 0 the weights stay as they are.
         lr: step size of the training.
         batch_size: data of a step, and data that go through the network together.
         prior: as in `LinearisedLaplace`.
         parameters: which weights are random, as in `LinearisedLaplace`.
         method: as in `LinearisedLaplace`.
-        num_samples: posterior samples.
-        random_state: of initial weights, batches and samples.
+        num_samples: number of posterior samples.
+        random_state: the seed of initial weights, batches and samples.
 
     Attributes:
         network_: the network that was trained.
-        laplace_: the fitted `LinearisedLaplace`, with all that it offers: `laplace_.predict(x)`, `laplace_.save(path)`.
-        n_features_in_: columns of `X`.
+        laplace_: the fitted `LinearisedLaplace`, for everything else: `laplace_.predict(x)`, `laplace_.save(path)`.
+        n_features_in_: number of columns of `X`.
 
     Example:
         >>> import numpy as np
@@ -199,7 +199,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         Args:
             X: inputs.
             return_std: whether to return standard deviations as well.
-            noise: whether these are of new targets, `√(var f + σ²)`, or of the function alone, `√(var f)`.
+            noise: whether they are those of new targets, `√(var f + σ²)`, or of the function alone, `√(var f)`.
         """
         pred = self._predict(X)
         assert isinstance(pred, RegressionPrediction)
@@ -213,14 +213,14 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     ) -> np.ndarray:
         r"""Draws of the targets, joint over inputs: `[N, n_samples]` or `[N, D, n_samples]`.
 
-        Each is the network's output with `(1/√K) Σ_k ε_k φ(x)ζ_k`, `ε ~ N(0, I)`, which has the covariance of the `K`
-        samples of the posterior, and independent noise.
+        Each is the network's output plus `(1/√K) Σ_k ε_k φ(x)ζ_k`, `ε ~ N(0, I)`, which has the covariance of the `K`
+        samples of the posterior, plus independent noise.
 
         Args:
             X: inputs.
-            n_samples: draws.
-            random_state: of the draws.
-            noise: without it they are of the function.
+            n_samples: number of draws.
+            random_state: the seed of the draws.
+            noise: whether to add the noise; without it they are draws of the function.
         """
         rng = check_random_state(random_state)
         pred = self._predict(X)
@@ -244,10 +244,10 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
 
 
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
-    r"""A classification by a network, with probabilities that know of error bars, as `ClassificationPrediction.probs`.
+    r"""A classification by a network, with probabilities that include error bars (`ClassificationPrediction.probs`).
 
-    Arguments and attributes are those of `LaplaceRegressor`. The network returns logits, one for each class, or for two
-    classes also a single one.
+    Arguments and attributes are those of `LaplaceRegressor`. The network returns logits, one for each class. For two
+    classes it may also return a single one.
 
     Attributes:
         classes_: the labels, of any kind, in the order of the columns of `predict_proba`.

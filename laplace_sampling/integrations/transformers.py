@@ -35,41 +35,41 @@ FILE = "laplace_sampling.pt"
 
 
 class LaplaceTrainerCallback(TrainerCallback):
-    r"""Fits error bars every few epochs of a `Trainer`, and once more at the end if its weights are others then.
+    r"""Fits error bars every few epochs of a `Trainer`, and at the end if the weights have changed since.
 
-    A fit that `budget` leaves out is logged with the reason.
+    If `budget` leaves a fit out, the reason is logged. Training goes on bit for bit as without fits (`PeriodicFits`).
 
-    Training goes on bit for bit as without: see `PeriodicFits`. What a fit finds is in `trainer.state.log_history`,
-    as `laplace_…`. Each checkpoint has the last posterior in it, in a file `laplace_sampling.pt`, which goes when the
-    checkpoint goes, and with which `trainer.train(resume_from_checkpoint=...)` continues. A checkpoint that is not in
-    `output_dir` is found if `TrainingArguments(resume_from_checkpoint=...)` names it, too. Trials of
-    `hyperparameter_search` are fitted, but have no file.
+    `trainer.state.log_history` contains what a fit finds, as `laplace_…`. Each checkpoint contains the last posterior,
+    in a file `laplace_sampling.pt`, with which `trainer.train(resume_from_checkpoint=...)` continues; it is deleted
+    with its checkpoint. For a checkpoint that is not in `output_dir`, name it in
+    `TrainingArguments(resume_from_checkpoint=...)` as well. Trials of `hyperparameter_search` have fits, but no file.
 
-    The data of the fits are those of `train_dataset`, each once and in their order, through the Trainer's collator.
-    They are mappings with `labels`, and the model returns `logits`. Labels of causal language models need
+    The fits use the data of `train_dataset`, each once and in their order, through the Trainer's collator. They are
+    mappings with `labels`, and the model returns `logits`. Labels of causal language models need
     `data=Data(unpack=next_token)`.
 
-    Several processes fit together: they share out the data, all of them have the result, and the main one writes the
-    file, from which another number of processes may go on.
+    Several processes fit together: they share out the data, all have the result, and the main one writes the file.
+    Another number of processes may continue from it.
 
     Args:
         likelihood: as in `LinearisedLaplace`.
-        train_dataset: for the fits in place of that of the Trainer, as one without augmentation.
+        train_dataset: data of the fits, in place of the Trainer's, such as one without augmentation.
         val_dataset: held-out data for metrics, through the Trainer's collator.
-        train_loader: in place of `train_dataset`, a loader or a list of batches, as for another collator.
-        trainer: the Trainer, for `trainer.add_callback(LaplaceTrainerCallback(..., trainer=trainer))`: what a fit finds
-            goes through `trainer.log` then, and so to its reporters, such as TensorBoard.
-        options: all others of `PeriodicFits`: `every_n_epochs`, `val_loader` (in place of `val_dataset`), `metrics`,
-            `budget`, `process_group` (by default all processes of the training), and those of `LinearisedLaplace` and
-            `fit_hyperparameters`.
+        train_loader: takes the place of `train_dataset`: a loader or a list of batches, for another collator.
+        trainer: the Trainer, for `trainer.add_callback(LaplaceTrainerCallback(..., trainer=trainer))`. Then a fit logs
+            by `trainer.log`, and so to its reporters, such as TensorBoard.
+        options: further arguments of `PeriodicFits`: `every_n_epochs`, `val_loader` (in place of `val_dataset`),
+            `metrics`, `budget`, `process_group` (by default all processes of the training), and those of
+            `LinearisedLaplace` and `fit_hyperparameters`.
 
     Raises:
-        TypeError, ValueError: as `PeriodicFits`; when training begins, if weights are shared out over processes, or
+        TypeError, ValueError: as in `PeriodicFits`; when training begins, if weights are shared out over processes, or
             labels need `next_token`; at the first fit, for data that do not fit the model or the likelihood.
 
     Attributes:
         fits: the `PeriodicFits`.
-        laplace_: the last fit; after training that of the trained model, the best one with `load_best_model_at_end`.
+        laplace_: the last fit. After training it is that of the trained model, with `load_best_model_at_end` the best
+            one.
     """
 
     def __init__(
@@ -207,10 +207,10 @@ def _checkpoint(folder: str | None, state: TrainerState) -> Path:
 
 
 def next_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Inputs of a causal language model, and its labels as its logits `[N, T, V]` have them: of the token that follows.
+    """Inputs of a causal language model, and its labels: at each position the token that follows.
 
-    For `Data(unpack=...)`, with `Categorical(class_dim=-1)`: models of transformers move labels by one in their loss.
-    The last position, which no token follows, has none.
+    For `Data(unpack=...)` with `Categorical(class_dim=-1)`, where logits are `[N, T, V]`. Models of transformers move
+    labels by one position in their loss. The last position has no label.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return inputs, F.pad(batch["labels"][:, 1:], (0, 1), value=-100)

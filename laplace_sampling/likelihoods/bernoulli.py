@@ -15,9 +15,9 @@ from laplace_sampling.likelihoods.likelihood import DiagonalLikelihood, check_ta
 class Bernoulli(Labels, DiagonalLikelihood):
     r"""`y_c ~ sigmoid(f_c)`, each output by itself: binary (`C = 1`) or multi-label; `B = diag(p(1 − p))`.
 
-    Targets are 0 or 1, or proportions of ones between: a target of 0.3 counts as a one with a weight of 0.3 and a zero
-    with a weight of 0.7, and has the cross-entropy of `torch.nn.BCEWithLogitsLoss`. One of NaN is missing: its output
-    counts nowhere.
+    Targets are 0 or 1, or proportions between: a target of 0.3 counts as a one with a weight of 0.3 and a zero with a
+    weight of 0.7, and has the cross-entropy of `torch.nn.BCEWithLogitsLoss`. A target of NaN is missing: its output
+    does not count.
     """
 
     name: str = field(default="binary", init=False)

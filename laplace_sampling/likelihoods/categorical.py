@@ -18,8 +18,8 @@ class Categorical(Labels):
 
     `B = diag(p) − p pᵀ`, `L u = √p ⊙ (u − √p ⟨√p, u⟩)`.
 
-    Targets are labels, integers, or probabilities of the classes, floating-point numbers in the shape of the outputs,
-    as in `torch.nn.functional.cross_entropy`: a datum of the probabilities `y` has the loss `−Σ_c y_c log p_c`, and
+    Targets are labels, integers; or probabilities of the classes, floating-point numbers in the shape of the outputs,
+    as in `torch.nn.functional.cross_entropy`. A datum with the probabilities `y` has the loss `−Σ_c y_c log p_c`, and
     counts as one datum of each class with the weight `y_c`.
 
     Args:

@@ -18,14 +18,14 @@ from laplace_sampling.likelihoods.measurement import Observation, check_observat
 class Gaussian(DiagonalLikelihood):
     r"""`y ~ N(f, diag(b)⁻¹)`: `ℓ = ½ b‖y − f‖² − ½ log b + ½ log 2π`, `B = diag(b)`.
 
-    A target of NaN is missing: its output counts nowhere.
+    A target of NaN is missing: its output does not count.
 
     Args:
         noise_precision: `b = 1/σ²`, a number, or a tensor `[C]` of one precision for each (flattened) output.
-        learn: whether `fit_hyperparameters` updates it, from this starting value, so that it explains what the network
-            leaves, `b = (N·C − γ)/Σ(y − f)²`.
-        observe: `T` of measurements `y = T f(x) + noise`, a matrix, a `LinearOperator` or a pair of functions
-            `(T, Tᵀ)`; the likelihood only carries it, and saved files do not hold it.
+        learn: whether `fit_hyperparameters` updates `b` from this starting value, so that it explains the residuals of
+            the network, `b = (N·C − γ)/Σ(y − f)²`.
+        observe: `T` of measurements `y = T f(x) + noise`: a matrix, a `LinearOperator` or a pair of functions `(T,
+            Tᵀ)`. Saved files do not contain it.
     """
 
     noise_precision: Tensor | float = 1.0

@@ -20,16 +20,15 @@ from laplace_sampling.data.batches import Layout
 class Likelihood(ABC):
     """`p(y | f)` for outputs `f` of a network; to write one, give the six abstract methods below.
 
-    The curvature and its roots also get the targets, for labels that are ignored, weights, and Hessians that depend on
-    the target. Where the Hessian of the loss is positive semi-definite, give it; its mean over `y` (Fisher) is for
-    others.
+    The curvature and its roots also get the targets, for labels that are ignored, for weights, and for Hessians that
+    depend on the target. If the Hessian of the loss is positive semi-definite, give it; otherwise give its mean over
+    `y` (Fisher).
 
     Attributes:
-        name: in messages, `repr` and saved files.
+        name: the name in messages, `repr` and saved files.
         fill: the label that is ignored; targets of different length are padded with it. `None`: there is none.
-        takes_missing: whether NaN in targets says that there is none: such an output has neither loss, gradient nor
-            curvature, and counts nowhere.
-        quadratic: whether the loss is `½ Σ_c b_c (y_c − f_c)²` with `b` from `noise_precisions`: then `B = diag(b)` is
+        takes_missing: whether a target of NaN is missing. Such an output has neither loss, gradient nor curvature.
+        quadratic: whether the loss is `½ Σ_c b_c (y_c − f_c)²` with `b` from `noise_precisions`. Then `B = diag(b)` is
             the same for all outputs, and the posterior of a linear model is exactly Gaussian.
         learns_noise: whether `fit_hyperparameters` updates `b`.
     """

@@ -8,7 +8,6 @@ since the decomposition is for one.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -26,8 +25,8 @@ from laplace_sampling.curvature.closed_form import (
     kronecker_operations,
     prior_of_factored,
 )
-from laplace_sampling.curvature.head import head_block, head_matrix, head_of, head_operations, is_exact
-from laplace_sampling.curvature.kronecker import CURVATURE, Inverse
+from laplace_sampling.curvature.head import head_of, head_operations, is_exact
+from laplace_sampling.curvature.kronecker import CURVATURE, Inverse, Kronecker
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows
 from laplace_sampling.gp.evidence import HyperparameterBounds
@@ -127,10 +126,10 @@ class Factored(Method):
 
     Args:
         kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.
-        outputs: for `"kfac"`, how many random combinations of the outputs of a datum stand for all of them, or all
-            themselves where they are no more. Each takes a VJP. By default as many as make 2,000 gradients: one of
-            2,000 data or more.
-        num_data: for `"kfac"`, the number of random data that stand for all.
+        outputs: for `"kfac"`, the number of random combinations of the outputs of a datum that represent all of them.
+            If there are no more outputs, these are used themselves. Each takes a VJP. By default as many as make 2,000
+            gradients: one of 2,000 data or more.
+        num_data: for `"kfac"`, the number of random data that represent all.
 
     Raises:
         ValueError: for another kind, or numbers below one.
@@ -376,20 +375,15 @@ class Head(Factored):
         solver = self.make_solver(
             task, max(self._MODE_ACCURACY, self._MODE_ROUNDINGS * torch.finfo(task.dtype).eps), None
         )
-        return by_spectrum(task, solver, *_spectrum(task.scaled_ggn()))
+        curvature = self.curvature_at(task)
+        if isinstance(curvature, Kronecker):
+            (block,) = curvature.blocks
+            return by_spectrum(task, solver, block.eigenvalues.flatten(), lambda v: block.turned(v).flatten(1))
+        assert isinstance(curvature, DenseCurvature)
+        return by_spectrum(task, solver, curvature.spectrum, lambda v: v @ curvature.vectors)
 
     def fit_of(self, *parts: object) -> "HeadFit":
         return HeadFit(*parts)  # pyright: ignore[reportArgumentType]
-
-
-def _spectrum(ggn: GGN) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """All eigenvalues of the curvature of a linear layer, and the coordinates of vectors in its eigenvectors."""
-    if (block := head_block(ggn)) is not None:
-        return block.eigenvalues.flatten(), lambda v: block.turned(v).flatten(1)
-    matrix = head_matrix(ggn)
-    assert matrix is not None
-    curvature = DenseCurvature.of(matrix, 0.0)
-    return curvature.spectrum, lambda v: v @ curvature.vectors
 
 
 @dataclass(frozen=True)
@@ -420,15 +414,16 @@ class HeadFit(FactoredFit):
 class Subset(Method):
     """The full covariance, all correlations between weights, of random rows of a random part of the data.
 
-    A row is one column `φ_iᵀL_i e_k` of a root of the curvature of one datum, drawn by its size, and counts for those
-    that are not drawn (`curvature.part`). The part doubles until predicted standard deviations change by less
-    than the tolerance (`curvature.part`); with the rows of all outputs of all data it is exact. The mode is
-    that of all data, by conjugate gradients that the part preconditions.
+    A row is one column `φ_iᵀL_i e_k` of a root of the curvature of one datum. It is drawn by its size, and weighted so
+    that it represents those that are not drawn. The part doubles until predicted standard deviations change by less
+    than the tolerance (`curvature.part`). With the rows of all outputs of all data it is exact. The mode is that of all
+    data, by conjugate gradients with the part as preconditioner.
 
     Args:
-        max_rows: at most so many rows. A row takes one VJP of a datum, `P` numbers of memory, and `m` rows about
-            `mP min(m, P)` multiplications and `9 min(m, P)³` operations. By default 4,096, and all rows of a network of
-            no more weights, whose matrix does not grow with them; fewer where budget or memory are not enough.
+        max_rows: the largest number of rows. A row takes one VJP of a datum and `P` numbers of memory; `m` rows take
+            about `mP min(m, P)` multiplications and `9 min(m, P)³` operations. By default 4,096, and all rows of a
+            network of no more weights, whose matrix does not grow with them; fewer where budget or memory are not
+            enough.
     """
 
     # Rows, or weights, of the largest matrix by default: its eigenvectors take about a minute.
@@ -663,7 +658,7 @@ class SubsetFit(FactoredFit):
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Method):
-    """Dense algebra in float64, for small problems: nothing is sampled but the samples."""
+    """Dense algebra in float64, for small problems; only its samples have sampling noise."""
 
     # Of a mode that conjugate gradients find, as by dense algebra.
     _MODE_TOLERANCE = 1e-10

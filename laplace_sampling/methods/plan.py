@@ -70,8 +70,10 @@ def _reason(fits: bool, pays: bool, epochs: float, budget: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Method):
-    """The closed form of a linear last layer; else the most accurate posterior that budget and memory pay for: exact,
-    samples by solves, all correlations of a part of the data, Kronecker factors. `print` tells why.
+    """The most accurate method that budget and memory pay for; `print` says which one it took, and why.
+
+    For a linear last layer it is the closed form. Otherwise it tries, in this order: exact, samples by solves, all
+    correlations of a part of the data, Kronecker factors.
     """
 
     # Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many
@@ -144,16 +146,16 @@ class Auto(Method):
 
 @dataclass(frozen=True)
 class Plan:
-    """What `fit_hyperparameters` will do: `print` it.
+    """What `fit_hyperparameters` will do; `print` it.
 
     Attributes:
         method: name of the method.
         epochs: predicted cost, in training epochs.
         bytes: predicted memory.
         reason: why this method, in words.
-        budget: training epochs that were allowed; `None` for no limit.
-        epoch: operations of a training epoch, a gradient of each datum.
-        candidates: methods that were looked at, from the best posterior down.
+        budget: training epochs that are allowed; `None` for no limit.
+        epoch: operations of a training epoch, one gradient of each datum.
+        candidates: the methods that were compared, from the best posterior down.
         remark: which operations are counted, and why they may be more than the budget.
     """
 

@@ -84,11 +84,11 @@ class Solves(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Krylov(Solves):
-    """Block Krylov on all data: a few passes for all samples together, whatever `N` is.
+    """Block Krylov on all data: a few passes give all samples together, whatever `N` is.
 
-    Prior and noise precision are at MacKay's fixed point: a Krylov run of a few probes gives the effective dimension
-    for every `α`, and each precision that is tried takes a mode. Where memory is short, the basis is smaller and starts
-    again more often, which is as fast as conjugate gradients at least.
+    Prior and noise precision are at MacKay's fixed point. A Krylov run of a few probes gives the effective dimension
+    for every `α`; each precision that is tried takes a mode. Where memory is short, the basis is smaller and starts
+    again more often. This is at least as fast as conjugate gradients.
     """
 
     # Of the modes of a search for the largest evidence, an error of the function that leaves `‖θ̄‖²` accurate enough.
@@ -151,11 +151,11 @@ class Krylov(Solves):
 
 @dataclass(frozen=True, kw_only=True)
 class Stochastic(Solves):
-    """Mini-batch gradients: their number of steps, not of passes, is what stays fixed as `N` grows.
+    """Mini-batch gradients: the number of steps, not that of passes, stays fixed as `N` grows.
 
     Args:
-        solver: `SVRG(...)`, preconditioned mini-batches, which need memory and a few passes; or `SGD(...)`,
-            plain ones. By default the first, where its preconditioner fits in memory and pays, counted in operations.
+        solver: `SVRG(...)`, preconditioned mini-batches, which need memory and a few passes; or `SGD(...)`, plain ones.
+            By default the first, if its preconditioner fits in memory and saves operations.
     """
 
     # Vectors held for each of the rank of SVRG's preconditioner: four rows of data, their factor, and what a product
@@ -262,9 +262,9 @@ class Dual(Solves):
     """Conjugate gradients on vectors of `N·C` numbers, for regressions with more weights than memory holds bases of.
 
     Args:
-        rank: of the preconditioner; 0 for none. By default 400, or what a quarter of the memory holds.
-        max_iterations: of conjugate gradients, in each solve.
-        accuracy: of the error of the function; by default what the `tolerance` of a fit needs.
+        rank: the rank of the preconditioner; 0 for none. By default 400, or what a quarter of the memory holds.
+        max_iterations: the largest number of steps of conjugate gradients in each solve.
+        accuracy: the largest relative error of the function; by default what the `tolerance` of a fit needs.
     """
 
     # Rank of the preconditioner, whose vectors have `N·C` numbers, and the share of memory that it takes at most. For a

@@ -205,18 +205,18 @@ def plot_ood(
     *,
     num_bins: int = 30,
 ) -> Axes:
-    r"""Histograms of a score for inputs like the training data and for others, and how well it tells them apart.
+    r"""Histograms of a score for inputs like the training data and for others, and how well it separates them.
 
-    The legend has the area under the ROC curve, the probability that the score of an input from outside is larger than
-    that of one from inside, with half of the ties: 1 is a perfect detector, 0.5 a coin.
+    The legend has the area under the ROC curve: the probability that the score of an input from outside is larger than
+    that of one from inside, with half of the ties. 1 is a perfect detector, 0.5 a coin.
 
     Args:
         inside: prediction at inputs like the training data.
         outside: prediction at other inputs, by the same model.
-        score: what to compare, an attribute of both predictions: `"epistemic"`, of a classification also `"entropy"` or
-            `"mutual_information"`. A score for each position or output counts each.
-        ax: to draw on; a new figure by default.
-        num_bins: of the histograms, the same for both; they are even in the logarithm of scores that are positive.
+        score: the score, an attribute of both predictions: `"epistemic"`; for a classification also `"entropy"` or
+            `"mutual_information"`. If there is a score for each position or output, each counts.
+        ax: axes to draw on; a new figure by default.
+        num_bins: number of bins, the same for both histograms. For positive scores they are even in the logarithm.
 
     Returns:
         The axes.
@@ -272,18 +272,18 @@ def plot_reliability(
 ) -> Axes:
     r"""How often predictions are right against how often they claim to be; on the diagonal both agree.
 
-    Of a classification, in bins of equal width: the share of right labels against the mean probability of the most
-    probable class; for labels of zero and one, the share of ones against the mean probability of one. The legend has
-    the expected calibration error (Guo et al. 2017, eq. 5), `ECE = Σ_b (n_b/N) |acc_b − conf_b|`.
+    For a classification, in bins of equal width: the share of right labels against the mean probability of the most
+    probable class. For labels of zero and one it is the share of ones against the mean probability of one. The legend
+    has the expected calibration error (Guo et al. 2017, eq. 5), `ECE = Σ_b (n_b/N) |acc_b − conf_b|`.
 
-    Of a regression: the share of targets inside `interval(q)` against the probability `q`, for `num_bins` values
-    of it (Kuleshov et al. 2018). The legend has the mean distance from the diagonal. Above it, error bars are too wide.
+    For a regression: the share of targets inside `interval(q)` against the probability `q`, for `num_bins` values of it
+    (Kuleshov et al. 2018). The legend has the mean distance from the diagonal. Above it, error bars are too wide.
 
     Args:
         pred: a prediction.
-        y: its targets, as `log_prob` takes them. Labels to ignore are left out; positions and outputs count each.
-        ax: to draw on; a new figure by default.
-        num_bins: of probabilities; grey bars are the share of all labels in each.
+        y: its targets, as `log_prob` takes them. Ignored labels do not count; each position and output counts.
+        ax: axes to draw on; a new figure by default.
+        num_bins: number of bins of probabilities; grey bars are the share of all labels in each.
 
     Returns:
         The axes.

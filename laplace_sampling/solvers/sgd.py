@@ -26,29 +26,30 @@ PROBES = 3
 
 @dataclass(frozen=True)
 class SGD(IterativeSolver):
-    """Mini-batch gradient descent with Nesterov momentum, for `K` rows in parallel; no step size to give.
+    """Mini-batch gradient descent with Nesterov momentum, for `K` rows in parallel; it chooses its step size itself.
 
-    The step size is `step / λ`, with `λ` the largest eigenvalue found by power iteration among the mini-batch
+    The step size is `step / λ`, where `λ` is the largest eigenvalue found by power iteration among the mini-batch
     estimates of the Hessian, so that every single step is stable, and not only the mean one. It goes down linearly to
-    1/330 of its start. Each row's gradient is clipped by itself. A diverging run is restarted with a third of the step.
+    1/330 of its start. The gradient of each row is clipped by itself. A diverging run is restarted with a third of the
+    step.
 
-    A full product judges the last iterate. Rows that have not converged are finished by conjugate gradients (`CG`),
-    which start there: each of their steps is a full product, keeps the true residual and makes no row's objective
-    larger, while a longer descent would make its iterates noisy again first. A mode is finished by Newton's method.
+    A full product judges the last iterate. Conjugate gradients (`CG`) finish the rows that have not converged: each of
+    their steps is a full product, keeps the true residual and makes no row's objective larger, while a longer descent
+    would first make its iterates noisy again. Newton's method finishes a mode.
 
     Args:
         epochs: passes over the data.
-        min_steps: smallest number of steps, where an epoch has few.
-        batch_size: data a step.
-        momentum: Nesterov's (thesis §4.2.4).
+        min_steps: smallest number of steps, for few data.
+        batch_size: number of data in a step.
+        momentum: Nesterov's momentum (thesis §4.2.4).
         step: the step size in units of `1/λ`.
         clip: a row's gradient is clipped to `clip` times its norm at `δ = 0`.
         mode_epochs: passes for `minimise`, which has one row only and needs more accuracy in weight space.
         tolerance: a row has converged when the error of its function on the training data,
-            `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`, is below it, by the bound of `function_error`; `None` is 0.09, and in a `method`
-            what the tolerance of predicted standard deviations asks for.
-        finish_passes: full products for each row, at most, after the descent; 0 ends with the descent.
-        seed: of the order of mini-batches.
+            `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`, is below it, by the bound of `function_error`. `None` is 0.09, and in a `method`
+            what the tolerance of predicted standard deviations needs.
+        finish_passes: the largest number of full products for each row after the descent; 0 ends with the descent.
+        seed: the seed of the order of mini-batches.
     """
 
     # The last step size of a decay, as a fraction of the first: the paper's (docs/equations.md).

@@ -53,15 +53,15 @@ _NO_DATA = Data()
 
 @dataclass(frozen=True)
 class PrecisionUpdate:
-    """Precisions of prior and noise after a round of MacKay's cycle. Vectors have one entry a group of the prior.
+    """Precisions of prior and noise after a round of MacKay's cycle. Vectors have an entry for each group of the prior.
 
     Attributes:
-        prior: with the new precisions, for the next round, or for a `LinearisedLaplace`.
+        prior: the prior with the new precisions, for the next round, or for a `LinearisedLaplace`.
         likelihood: the likelihood with the new noise precision.
-        names: of the groups: layers, or `"all"`.
+        names: the names of the groups: layers, or `"all"`.
         prior_precision: `α`, `[G]`, in units of the sum of losses over the data.
-        noise_precision: `b`, of a regression; else `None`.
-        effective_dimension: `γ`, `[G]`, at the precisions before.
+        noise_precision: `b` of a regression; else `None`.
+        effective_dimension: `γ`, `[G]`, at the earlier precisions.
         weight_norm: `‖w̄_g‖²`, `[G]`.
         log_marginal_likelihood: `log p(y)` at the network's weights and the new precisions, a sum over the data.
         weight_decay: `λ` of each parameter by its name, for a loss `(mean + ½ Σ λ‖w‖²)`: `α/N`, and for a regression
@@ -93,21 +93,21 @@ def updated_precisions(
     seed: int = 0,
     data: Data = _NO_DATA,
 ) -> PrecisionUpdate:
-    r"""A round of MacKay's cycle at the weights that a network has now, for a training loop of one's own.
+    r"""A round of MacKay's cycle at the present weights of a network, for a training loop of your own.
 
     `α_g ← γ_g / ‖w̄_g‖²`, and for a regression `b ← (N·C − γ) / Σ(y − f)²`. Give the `prior` and the `likelihood` of
     the last update to the next one, and train with its `weight_decay`; `train_by_evidence` is such a loop. The model is
-    not changed. It takes a forward pass of all data and, of Kronecker factors, gradients of some 3,000.
+    not changed. It takes a forward pass of all data, and with Kronecker factors about 3,000 gradients.
 
     Args:
         model: the network.
         likelihood: as in `LinearisedLaplace`.
         loader: the training data, without random augmentation.
-        prior: `"layerwise"`, `"isotropic"`, or one of these with its precisions, which are those before.
-        parameters: which weights have the prior; all trainable ones by default.
-        method: of the curvature, `"kfac"`, `"diagonal"`, or a `Factored` with settings of its own.
-        seed: of random outputs and data that stand for all.
-        data: how the batches of the loader are unpacked, and the number of data of an `IterableDataset`.
+        prior: `"layerwise"`, `"isotropic"`, or one of these with its precisions of the last update.
+        parameters: the weights that have the prior; all trainable ones by default.
+        method: the kind of curvature: `"kfac"`, `"diagonal"`, or a `Factored` with settings of its own.
+        seed: the seed of random outputs and data that represent all.
+        data: how to unpack the batches of the loader, and the number of data of an `IterableDataset`.
 
     Raises:
         TypeError, ValueError: for settings that do not go together, and for data that do not fit the model.
@@ -123,9 +123,9 @@ class TrainedByEvidence:
     """What `train_by_evidence` found; the model has the weights of `best_epoch_`.
 
     Attributes:
-        history_: the update after each of `epochs_`.
-        epochs_: epochs, counted from 1, after which precisions were updated.
-        best_epoch_: that of the largest evidence.
+        history_: the updates, one for each of `epochs_`.
+        epochs_: the epochs, counted from 1, after which precisions were updated.
+        best_epoch_: the epoch of the largest evidence.
     """
 
     history_: list[PrecisionUpdate]
@@ -156,51 +156,51 @@ def train_by_evidence(
     progress: bool = True,
     callback: Callable[[int, PrecisionUpdate], object] | None = None,
 ) -> TrainedByEvidence:
-    r"""Trains with a weight decay for each layer that the evidence finds, for networks that overfit without one.
+    r"""Train with a weight decay for each layer that the evidence finds, for networks that overfit without one.
 
-    No validation data are needed, and where there are some they are the better judge: the evidence charges for each
-    direction that the data determine, and takes more decay than test data ask for. So it helps where training without
-    decay fits the training data far better than others, and costs where it does not, as with few epochs, small steps or
+    It needs no validation data; where there are some, they are the better judge. The evidence charges for each
+    direction that the data determine, and takes more decay than test data ask for. So it helps if training without
+    decay fits the training data far better than other data. Otherwise it does harm, as with few epochs, small steps or
     clean labels (figures in `docs/decisions.md`).
 
     **This function trains the model**, unlike all others of this library. Its loss is
 
         (1/n) Σ_batch ℓ(y_i, f(w, x_i)) + ½ Σ_g (α_g/N) ‖w_g‖²,
 
-    `1/N` of the negative log joint density, and for a regression divided by the noise precision `b`, so that step sizes
-    keep their meaning: half the squared error, with the decay `α_g/(N b)`. After some epochs, `α_g ← γ_g/‖w_g‖²` and
-    `b ← (N·C − γ)/Σ(y − f)²`, with the curvature at the weights of now (`updated_precisions`; MacKay 1992), and the
-    weights are kept if the evidence at them is the largest so far. At the end, also after an error or Ctrl-C, the model
-    has the weights and buffers of the largest evidence. Its modes are put back.
+    `1/N` of the negative log joint density. For a regression it is divided by the noise precision `b`, so that step
+    sizes keep their meaning: half the squared error, with the decay `α_g/(N b)`. Every few epochs, `α_g ← γ_g/‖w_g‖²`
+    and `b ← (N·C − γ)/Σ(y − f)²`, with the curvature at the present weights (`updated_precisions`; MacKay 1992). The
+    weights are kept if their evidence is the largest so far. At the end, also after an error or Ctrl-C, the model has
+    the weights and buffers of the largest evidence, and its earlier modes.
 
-    An update takes about as long as an epoch of a small network and 10,000 data, less of more: it takes a forward pass
-    of all data in evaluation mode, and gradients of some 3,000.
+    For a small network and 10,000 data an update takes about as long as an epoch, for more data less: it takes a
+    forward pass of all data in evaluation mode, and about 3,000 gradients.
 
     Args:
-        model: the network, which is trained in place. Normalisations work with the statistics of batches in training,
-            and with running ones in updates; weights of theirs have a precision like those of any other layer. Parts
-            that are in evaluation mode stay so; a model that is so as a whole is put into training mode.
-        likelihood: as in `LinearisedLaplace`; the noise precision of a `Gaussian` is where it starts.
+        model: the network, which is trained in place. Normalisations use the statistics of batches in training, and the
+            running ones in updates. Their weights have a precision like those of any other layer. Parts in evaluation
+            mode stay so, unless the whole model is in evaluation mode; then it is put into training mode.
+        likelihood: as in `LinearisedLaplace`. The noise precision of a `Gaussian` is the starting value.
         loader: batches of training data, as in `fit_hyperparameters`.
-        optimiser: of the parameters of the model, without a weight decay of its own.
-        epochs: of training.
-        every: epochs between updates, and before the first one, until which the precisions are those of `prior` and
-            `likelihood`; the last epoch ends with an update in any case.
+        optimiser: the optimiser of the model's parameters, without a weight decay of its own.
+        epochs: the number of epochs.
+        every: epochs between updates, and before the first one: weights that have not grown yet ask for too much
+            decay. The last epoch always ends with an update.
         prior: `"layerwise"`, `"isotropic"`, or one of these with the precisions to start from.
-        parameters: which weights have the prior, and so weight decay: names, globs (`"!*Norm*.*"`) or a predicate; all
-            trainable ones by default. The others are trained without.
-        method: of the curvature, `"kfac"`, `"diagonal"`, or a `Factored` with settings of its own.
-        seed: of random outputs and data that stand for all in an update. The order of batches is that of the loader.
-        scheduler: of the step size; `scheduler.step()` is called after each epoch.
-        evidence_loader: the same data without random augmentation, where `loader` has some.
-        data: how the batches of the loader are unpacked, and the number of data of an `IterableDataset`.
+        parameters: the weights that have the prior, and so weight decay: names, globs (`"!*Norm*.*"`) or a predicate;
+            all trainable ones by default. The others are trained without decay.
+        method: the kind of curvature: `"kfac"`, `"diagonal"`, or a `Factored` with settings of its own.
+        seed: the seed of random outputs and data that represent all in an update. The order of batches is the loader's.
+        scheduler: a scheduler of the step size. `scheduler.step()` is called after each epoch.
+        evidence_loader: these data without random augmentation, if `loader` has some.
+        data: how to unpack the batches of the loader, and the number of data of an `IterableDataset`.
         progress: show a progress bar.
         callback: called with the epoch and the `PrecisionUpdate` after each update.
 
     Raises:
-        TypeError, ValueError: before anything is trained, for settings that are not known or do not go together, for an
-            optimiser with a weight decay or of other parameters, and for data that do not fit the model; later, for
-            weights that have become NaN.
+        TypeError, ValueError: before training, for settings that are not known or do not go together, for an optimiser
+            with a weight decay or of other parameters, and for data that do not fit the model; later, for weights that
+            have become NaN.
 
     Example:
         >>> import torch

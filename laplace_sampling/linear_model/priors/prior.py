@@ -141,10 +141,10 @@ class LayerwisePrior(Prior):
 
     Args:
         precision: starting value of all `α_l`.
-        layers: those of single layers, by the names of their modules, as `train_by_evidence` finds them.
+        layers: starting values of single layers, by the names of their modules, such as `train_by_evidence` finds them.
 
     Raises:
-        TypeError, ValueError: for a precision that is not positive; in a fit, for names of no layer with random
+        TypeError, ValueError: for a precision that is not positive; in a fit, for names of layers without random
             weights.
     """
 
