@@ -141,8 +141,8 @@ def tangent_of(
         loader,
         kind=settings.linear_model,
         observation=getattr(likelihood, "observe", None),
+        options=Data(**Data.fields(data)),
         processes=settings.processes,
-        **Data.fields(data),
     )
 
 
@@ -171,7 +171,7 @@ def _within_memory(settings: Settings, network: Linearisation, tangent: TangentM
     network.batching.max_rows = None
     bytes_ = max_memory if max_memory is not None else _half_of_free(settings, network)
     counts = dict(network.products)
-    bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
+    bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.batching.chunk_size)
     rows = rows_in_memory(features, bytes_, vectors)
     network.products.update(counts)
     if rows >= features.batch_size:

@@ -27,9 +27,6 @@ Forward = Callable[[Any], Tensor]
 # Times are those of 64 products (8 of the ResNet) on one core of an AMD EPYC, at half and at twice the value, divided
 # by those at the value.
 
-# Vectors together under `vmap`. On a CPU it matters for networks of small tensors only: JVPs of the MLP take 1.2 and
-# 0.8, others the same within noise. Twice as many take twice the memory.
-DEFAULT_CHUNK = 16
 # Beyond so many bytes of the largest tensor, pullbacks go one by one on a CPU: the forward pass is not repeated, and
 # torch's backward convolutions run vector by vector anyway. At half, pullbacks of the LeNet of 1998 and the U-Net, of
 # tensors of 1.1 MB, take 1.3; at twice, those of the ResNet, of 2.1 MB, take 1.1.
@@ -63,16 +60,14 @@ cpu_out_of_memory = _CPUOutOfMemory()
 class Batching:
     """Limits to the data and the vectors that go through one network at once.
 
-    Args:
-        chunk_size: how many vectors go through the network together, if its tensors are not small.
-
     Attributes:
         max_rows: the most data at once, `None` for all that are given; halved after an out-of-memory error.
-
-    Raises:
-        ValueError: if `chunk_size` is not positive.
+        chunk_size: how many vectors go through the network together, if its tensors are not small.
     """
 
+    # On a CPU it matters for networks of small tensors only: JVPs of the MLP take 1.2 and 0.8, others the same within
+    # noise. Twice as many take twice the memory.
+    chunk_size = 16
     # Bytes of the largest tensor of a product that stay in the caches of a CPU. JVPs take 1.1 to 1.4 at half, and 0.8
     # (LeNet of 1998) to 1.6 (LeNet) at twice.
     _CACHED_BYTES = 12 * 2**20
@@ -80,10 +75,7 @@ class Batching:
     # noise; on a Xeon 8 JVPs of the ResNet took 6.6 gradients two by two, 5.2 four by four and 5.4 together.
     _FEWEST_VECTORS = 4
 
-    def __init__(self, chunk_size: int = DEFAULT_CHUNK) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"`chunk_size` must be at least 1, but is {chunk_size}.")
-        self.chunk_size = chunk_size
+    def __init__(self) -> None:
         self.max_rows: int | None = None
         self._warned = False
         # Bytes of the largest tensor of a forward pass for each number in the inputs.

@@ -31,7 +31,6 @@ from laplace_sampling.data.batches import (
 )
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.agreement import difference
-from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
@@ -170,7 +169,6 @@ class LastLayer(Linearisation):
 
     Args:
         module: the trained network.
-        chunk_size: as for `Linearisation`.
         autocast: as for `Linearisation`.
         layer: its name, where it is not to be found; without a notice if its inputs are not kept.
 
@@ -187,19 +185,12 @@ class LastLayer(Linearisation):
 
     jvp, vjp, ggn, vjp_each, jacobian = map(_by_head, ("jvp", "vjp", "ggn", "vjp_each", "jacobian"))
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        chunk_size: int = DEFAULT_CHUNK,
-        autocast: torch.dtype | None = None,
-        layer: str | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, *, autocast: torch.dtype | None = None, layer: str | None = None) -> None:
         self.found, self.head, self._head_name, self._taken_over = False, None, "", False
         self.named = layer is not None
         module = unwrapped(module)
         weights = self._chosen(module, [name for name, _ in module.named_modules()] if layer is None else [layer])
-        super().__init__(module, weights, chunk_size=chunk_size, autocast=autocast)
+        super().__init__(module, weights, autocast=autocast)
 
     def _chosen(self, module: nn.Module, names: list[str]) -> list[str]:
         """The names of the weights of the last of some modules that has any."""
@@ -310,7 +301,7 @@ class LastLayer(Linearisation):
         part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
         names = names_of(part, [parameters[name] for name in self.names])
         kind = LinearLayer if LinearLayer.fits(part, names, z) else Linearisation
-        head = kind(self.shell.with_names(names, name), chunk_size=self.chunk_size)
+        head = kind(self.shell.with_names(names, name))
         head.products = self.products
         return head
 

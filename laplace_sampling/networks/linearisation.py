@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.data.batches import Layout, num_rows, rows_of, take
-from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching, keep_freed_memory
+from laplace_sampling.networks.batching import Batching, keep_freed_memory
 from laplace_sampling.networks.derivative_rules import differentiable, forward_mode_kernels
 from laplace_sampling.networks.jacobian_products import (
     JacobianProducts,
@@ -50,11 +50,9 @@ class Linearisation:
         parameters: which weights are random: names, globs (`"head.*"`), those with a leading `"!"` left out, or a
             predicate `(name, parameter) -> bool`. By default all that require a gradient. A glob may also be of the
             class of the module that owns a weight: `"Linear.*"`, `"!*Norm*.*"`.
-        chunk_size: how many vectors are pushed through the network together, or four times as many of a network whose
-            tensors are small; on a CPU fewer, but no fewer than 4, where caches do not hold them.
         autocast: dtype of the operations that `torch.autocast` lowers, within Jacobian products only. Products are
             given and returned in `dtype`, and summed over data in it.
-        batching: how many data and vectors go through the network at once, in place of `Batching(chunk_size)`.
+        batching: how many data and vectors go through the network at once, where another network shares them.
 
     Attributes:
         num_parameters: `P`, the length of a flat weight vector.
@@ -73,18 +71,17 @@ class Linearisation:
         module: nn.Module | Shell,
         parameters: Selection = None,
         *,
-        chunk_size: int = DEFAULT_CHUNK,
         autocast: torch.dtype | None = None,
         batching: Batching | None = None,
     ) -> None:
         # Nothing here runs the network or changes the process: the first product does what products need.
-        self.batching = Batching(chunk_size) if batching is None else batching
+        self.batching = batching or Batching()
         if isinstance(module, Shell):
             self.shell = module
         else:
             module = unwrapped(module)
             self.shell = Shell(module, select(module, parameters), autocast)
-        self.num_parameters, self.chunk_size = sum(self.shell.sizes), self.batching.chunk_size
+        self.num_parameters = sum(self.shell.sizes)
         self.products = {"jvp": 0, "vjp": 0}
         self.ways = JacobianProducts(self.shell.module, self.batching)
         self.known_layers = cast(list[Any] | None, None)
@@ -232,7 +229,7 @@ class Linearisation:
         if graph:
             self.products["vjp"] += len(u) * num_rows(x)
             with differentiable(True), self.differentiating():
-                return vjp_with_graph(self.shell, x, u, self.chunk_size)
+                return vjp_with_graph(self.shell, x, u, self.batching.chunk_size)
         parts = self.batching.in_parts(num_rows(x), lambda rows: self._run(self._pull, rows_of(x, rows), u[:, rows]))
         return sum(parts[1:], parts[0])
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from laplace_sampling.arguments import as_numbers
 from laplace_sampling.data.batches import split, take
-from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.selection import unwrapped
 from laplace_sampling.networks.shell import Shell, real_shape
@@ -33,7 +32,6 @@ class Subnetwork(Linearisation):
     Args:
         module: the trained network.
         elements: masks or indices by name of parameter.
-        chunk_size: as for `Linearisation`.
         autocast: as for `Linearisation`.
 
     Attributes:
@@ -44,16 +42,9 @@ class Subnetwork(Linearisation):
         ValueError: for names or elements that the module does not have, or none at all.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        elements: Elements,
-        *,
-        chunk_size: int = DEFAULT_CHUNK,
-        autocast: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, elements: Elements, *, autocast: torch.dtype | None = None) -> None:
         chosen = _indices(unwrapped(module), elements)
-        super().__init__(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
+        super().__init__(module, list(chosen), autocast=autocast)
         self.whole = self.with_names(list(chosen))
         starts = torch.tensor([0, *self.shell.sizes]).cumsum(0).tolist()
         index = torch.cat([chosen[name] + start for name, start in zip(self.names, starts, strict=False)])
@@ -88,12 +79,12 @@ class Subnetwork(Linearisation):
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
         """As `Linearisation` does."""
         self._check_width(v, "jvp")
-        parts = [self.whole.jvp(x, self.embed(part), graph=graph) for part in v.split(self.chunk_size)]
+        parts = [self.whole.jvp(x, self.embed(part), graph=graph) for part in v.split(self.batching.chunk_size)]
         return torch.cat(parts)
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """As `Linearisation` does."""
-        parts = [self.whole.vjp(x, part, graph=graph)[:, self.index] for part in u.split(4 * self.chunk_size)]
+        parts = [self.whole.vjp(x, part, graph=graph)[:, self.index] for part in u.split(4 * self.batching.chunk_size)]
         return torch.cat(parts)
 
     def ggn(self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Tensor], Tensor]) -> Float[Tensor, "K P"]:

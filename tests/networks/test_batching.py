@@ -126,7 +126,8 @@ def test_weights_are_no_activations() -> None:
 
 
 @pytest.mark.parametrize(("width", "chunk_size", "calls"), [(2, 16, 1), (2, 1, 2), (2**16, 16, 2), (2**17, 2, 3)])
-def test_vectors_go_together_while_caches_hold_them(width: int, chunk_size: int, calls: int) -> None:
+def test_vectors_go_together_while_caches_hold_them(width: int, chunk_size: int, calls: int, monkeypatch) -> None:
+    monkeypatch.setattr(Batching, "chunk_size", chunk_size)
     seen = []
 
     class Counted(nn.Module):
@@ -138,7 +139,7 @@ def test_vectors_go_together_while_caches_hold_them(width: int, chunk_size: int,
             seen.append(1)
             return (x @ self.weight)[:, None].expand(-1, width).contiguous().mean(1)  # 4 MiB, or 8, if wide
 
-    network, x, v = Linearisation(Counted(), chunk_size=chunk_size), random(8, 3), random(6, 3)
+    network, x, v = Linearisation(Counted()), random(8, 3), random(6, 3)
     assert_close(network.jvp(x, v), (v @ x.mT)[:, :, None])
     seen.clear()
     assert_close(network.jvp(x, v), (v @ x.mT)[:, :, None])

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from laplace_sampling import Data, LinearisedLaplace, largest_variance
 from laplace_sampling.linear_model.priors.as_prior import as_prior
+from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.subnetwork import Subnetwork
 
 
@@ -30,7 +31,8 @@ def random(*shape: int) -> Tensor:
 def test_products_are_those_of_some_columns_of_the_jacobian(case: Case, chunk_size: int, monkeypatch) -> None:
     monkeypatch.setattr("laplace_sampling.networks.subnetwork.NUMBERS_TOGETHER", 50)
     masks, index = chosen(case)
-    network = Subnetwork(case.model, masks, chunk_size=chunk_size)
+    monkeypatch.setattr(Batching, "chunk_size", chunk_size)
+    network = Subnetwork(case.model, masks)
     J = reference.jacobian(case.model, case.x)[..., index]
     N, C, P = J.shape
     v, u = random(5, P), random(5, N, C)
