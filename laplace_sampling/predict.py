@@ -40,8 +40,6 @@ from laplace_sampling.predictions.function_covariance import (
 )
 from laplace_sampling.predictions.prediction import Prediction, make_prediction
 
-__all__ = ["check_options", "checked_inputs", "covariance_of", "predict", "samples_for"]
-
 # Outputs are computed of so many times the data of a product, which holds more for each: one sample for each of these.
 _DATA_OF_OUTPUTS = 16
 
@@ -142,8 +140,7 @@ def predict(
     x = place(x, network.device, network.dtype)
     outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
     _check_axes(outputs, layout, fitted_layout)
-    num_outputs = layout.size
-    deviations = _deviations(network, posterior, x, num_samples, outputs, num_outputs)
+    deviations = _deviations(network, x, posterior.samples[:num_samples], outputs, posterior.rows)
     features: Features = features_at(network, x, posterior.rows, layout)
     observation = getattr(posterior.likelihood, "observe", None)
     if observed and observation is not None:
@@ -171,41 +168,22 @@ def predict(
 
 def _evaluated(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout, Linearisation, Any]:
     """Outputs and their layout, and what has their Jacobian with its inputs: of a last layer from the same run."""
+    parts = [x] if num_rows(x) <= rows else split(x, rows)
     if not isinstance(network, LastLayer):
-        return *_outputs(network, x, rows), network, x
-    parts = [network.evaluate_with_inputs(part) for part in ([x] if num_rows(x) <= rows else split(x, rows))]
-    if len(parts) == 1:
-        return parts[0]
-    outputs, layout = torch.cat([part[0] for part in parts]), parts[0][1]
-    if any(part[2] is not parts[0][2] for part in parts):  # what the head returns is changed in a later part
-        return outputs, layout, network, x
-    return outputs, layout, parts[0][2], concatenate([part[3] for part in parts])
-
-
-def _outputs(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout]:
-    """Outputs of the network and their layout, from so many data at once."""
-    if num_rows(x) <= rows:
-        return network.evaluate(x)
-    parts = [network.evaluate(part) for part in split(x, rows)]
-    return torch.cat([outputs for outputs, _ in parts]), parts[0][1]
+        evaluated = [network.evaluate(part) for part in parts]
+        return torch.cat([outputs for outputs, _ in evaluated]), evaluated[0][1], network, x
+    outputs, layouts, heads, inputs = zip(*map(network.evaluate_with_inputs, parts), strict=True)
+    if any(head is not heads[0] for head in heads):  # what the head returns is changed in a later part
+        return torch.cat(outputs), layouts[0], network, x
+    return torch.cat(outputs), layouts[0], heads[0], concatenate(inputs)
 
 
 def _deviations(
-    network: Linearisation,
-    posterior: Posterior,
-    x: Any,
-    num_samples: int | None,
-    outputs: Float[Tensor, "N *C"],
-    num_outputs: int,
+    network: Linearisation, x: Any, samples: Float[Tensor, "K P"], outputs: Float[Tensor, "N *C"], rows: int
 ) -> Float[Tensor, "K N C"]:
     """`φ(x) ζ_k`, of some data at once, written to where they stay."""
-    samples = posterior.samples[:num_samples]
-    if not len(outputs):
-        return outputs.new_zeros(len(samples), 0, num_outputs)
-    if len(outputs) <= posterior.rows:
-        return network.jvp(x, samples)
-    deviations = outputs.new_empty(len(samples), len(outputs), num_outputs)
-    for part, into in zip(split(x, posterior.rows), deviations.split(posterior.rows, 1), strict=True):
+    deviations = outputs.new_empty(len(samples), *flattened(outputs).shape)
+    for part, into in zip(split(x, rows), deviations.split(rows, 1), strict=False):  # one empty part of no data
         into.copy_(network.jvp(part, samples))
     return deviations
 

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from laplace_sampling.arguments import refuse_class
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
@@ -24,24 +22,15 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 }
 
 
-def as_likelihood(
-    likelihood: str | Likelihood | Mapping[str, str | Likelihood], noise_precision: float | Tensor = 1.0
-) -> Likelihood:
+def as_likelihood(likelihood: str | Likelihood | Mapping[str, str | Likelihood]) -> Likelihood:
     """The likelihood of a name, for instance `"regression"`; a `Likelihood` is returned as it is.
 
     Args:
         likelihood: a name, a likelihood, or a dictionary of these for the heads of a network.
-        noise_precision: `b` of `"regression"`.
 
     Raises:
-        ValueError: for a name that is not in the table, and for a noise precision without `"regression"`.
+        ValueError: for a name that is not in the table.
     """
-    is_given = isinstance(noise_precision, Tensor) or noise_precision != 1.0
-    if is_given and likelihood != "regression":
-        raise ValueError(
-            f'`noise_precision` goes with likelihood="regression" only, but the likelihood is {likelihood!r}; '
-            "give it as `Gaussian(noise_precision=...)`, or leave it out."
-        )
     refuse_class("likelihood", likelihood)
     if isinstance(likelihood, Likelihood):
         if likelihood.quadratic and not isinstance(likelihood, Gaussian):
@@ -55,7 +44,7 @@ def as_likelihood(
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
         names = ", ".join(f'"{name}"' for name in LIKELIHOODS)
         raise ValueError(f"`likelihood={likelihood!r}` is not known; use {names} or a Likelihood.")
-    return Gaussian(noise_precision) if likelihood == "regression" else LIKELIHOODS[likelihood]()
+    return LIKELIHOODS[likelihood]()
 
 
 def recipe_of_likelihood(likelihood: Likelihood) -> dict[str, Any]:

@@ -129,11 +129,6 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
         >>> compare(models).best
         'trained'
     """
-    if isinstance(models, str) or not isinstance(models, Iterable):
-        raise TypeError(
-            "`compare(models)` takes a list or a dictionary of fitted `LinearisedLaplace`s or of their scores, but got "
-            f"a {type(models).__name__}: put two or more into a list."
-        )
     named = models if isinstance(models, Mapping) else {str(i): model for i, model in enumerate(models)}
     if len(named) < 2:
         raise ValueError(f"`compare(models)` ranks two models or more, but got {len(named)}.")

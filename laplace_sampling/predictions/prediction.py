@@ -128,15 +128,12 @@ class Prediction(ABC):
     def _conformal_at(self, call: str, level: float, num_targets: int) -> SplitConformal | None:
         """What `calibrate_conformal` left, if it is of predictions with as many samples and targets."""
         check_level(call, level)
-        if self.conformal is not None and self.conformal.num_samples != len(self.deviations):
+        seen = self.conformal
+        if seen is not None and (seen.num_samples, seen.num_targets) != (len(self.deviations), num_targets):
             raise ValueError(
-                f"`{call}`: `calibrate_conformal` saw predictions of {self.conformal.num_samples} samples, and this "
-                f"one has {len(self.deviations)}: call `predict(x)` without `num_samples` and `accuracy`."
-            )
-        if self.conformal is not None and self.conformal.num_targets != num_targets:
-            raise ValueError(
-                f"`{call}`: `calibrate_conformal` saw data of {self.conformal.num_targets} targets each, and these "
-                f"have {num_targets}: call it with data of the same shape."
+                f"`{call}`: `calibrate_conformal` saw predictions of {seen.num_samples} samples and {seen.num_targets} "
+                f"targets, and this one has {len(self.deviations)} samples and {num_targets} targets: call "
+                "`predict(x)` without `num_samples` and `accuracy`, and `calibrate_conformal` with such data."
             )
         return self.conformal
 
@@ -184,11 +181,8 @@ class SampledPrediction(Prediction):
     def joint_log_prob(self, y: Any) -> Tensor:
         """`log (1/2K) Σ_k Σ_± Π_n p(y_n | f(x_n) ± φ(x_n)ζ_k)`: all targets jointly, a scalar (paper G.2.1)."""
         # The sum over data is inside the mean over samples: one sample is one function at all inputs.
-        return self._log_likelihoods(y).sum(-1).logsumexp(0) - math.log(2 * len(self.deviations))
-
-    def _log_likelihoods(self, y: Any) -> Float[Tensor, "2K N"]:
         draws, likelihood, targets = self._drawn(y)
-        return -likelihood.loss(draws, targets)
+        return (-likelihood.loss(draws, targets)).sum(-1).logsumexp(0) - math.log(len(draws))
 
     def _drawn(self, y: Any) -> tuple[Float[Tensor, "2K N C"], Likelihood, Tensor]:
         """Draws of the flattened outputs, the likelihood of these, and targets."""

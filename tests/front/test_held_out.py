@@ -12,7 +12,6 @@ import torch
 from cases import make_case
 from flat_settings import laplace_of
 from problems import trained
-from sklearn import datasets
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -146,7 +145,7 @@ def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_p
 
 def test_some_of_the_training_data_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y), _ = overfitted()
-    monkeypatch.setattr(on_training_data, "_FEW", 30)  # of 90, every third
+    monkeypatch.setattr(on_training_data.OnTrainingData, "FEW", 30)  # of 90, every third
     seen, calibration = [], on_training_data.OnTrainingData.calibration
     monkeypatch.setattr(
         on_training_data.OnTrainingData, "calibration", lambda *args: seen.append(args[0]) or calibration(*args)
@@ -400,26 +399,6 @@ def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pyte
     assert on_training_data.OnTrainingData.of(fit, in_order, 20).deviations.shape == (8, 10, 3)
 
 
-def digits_stopped_early() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A network on 200 noisy digits that is about as sure as it should be."""
-    return copy.deepcopy(_digits_stopped_early())
-
-
-@functools.cache
-def _digits_stopped_early() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    images, labels = datasets.load_digits(return_X_y=True)
-    x, y = torch.tensor(images[:900] / 8 - 1), torch.tensor(labels[:900])
-    x = x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(15):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
-        optimiser.step()
-    return model.eval(), (x[:200], y[:200]), (x[200:], y[200:])
-
-
 @pytest.mark.parametrize("unequal", [False, True])
 def test_log_likelihoods_of_an_exact_regression_are_of_targets_left_out(unequal: bool) -> None:
     case = trained()
@@ -434,13 +413,6 @@ def test_log_likelihoods_of_an_exact_regression_are_of_targets_left_out(unequal:
     assert (found.scale, found.num_data, found.data) == (1.0, len(case.y), "left out")
     plain = laplace_of(case.model, "regression", method="krylov", prior="isotropic", num_samples=4)
     assert plain.fit_hyperparameters(case.batches, progress=False).calibration_ == Calibration()
-
-
-def test_targets_of_held_out_data_are_checked_as_those_of_training() -> None:
-    x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 1)
-    la = LinearisedLaplace(nn.Linear(2, 1), "regression", num_samples=2)
-    with pytest.raises(TypeError, match=r"\bdict\b"):
-        la.fit_hyperparameters([(x, y)], [(x, {"a": y})], progress=False)
 
 
 # The noise of the held-out data is larger than the training targets vary.

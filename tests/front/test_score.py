@@ -330,7 +330,7 @@ def test_bad_questions() -> None:
     with pytest.raises(TypeError, match=r"\bstr\b"):
         compare([la, "b"])
     for alone in (la, la.score(), None, "ab"):
-        with pytest.raises(TypeError, match=r"\blist\b"):
+        with pytest.raises(TypeError):
             compare(alone)
     with pytest.raises(ValueError, match="'loo'"):
         compare([la.score("loo"), la.score("evidence")])

@@ -173,7 +173,10 @@ def test_sgd_em_agrees_with_exact_em() -> None:
     exact = fit_em(model, prior, Draws(2, 0), Dense(), max_steps=100, tolerance=1e-5)
     solver = SGD(min_steps=150, batch_size=25)
     sgd = fit_em(model, prior, Draws(64, 0), solver, max_steps=20, tolerance=0.02)
-    gamma, error = sgd.history[-1].effective_dimension[0], sgd.history[-1].effective_dimension_se[0]
+    last = sgd.history[-1]
+    gamma, error = last.effective_dimension[0], last.effective_dimension_se[0]
+    assert last.passes > 4 * 64
+    assert 0 < last.sample_residual <= 1
     assert sgd.converged
     # α ∝ γ at the fixed point, so its relative error is that of γ, up to the slope of the iteration.
     assert abs(math.log(float(sgd.prior.precision) / float(exact.prior.precision))) < 0.05 + 5 * error / gamma

@@ -1,4 +1,7 @@
+import json
+
 import pytest
+import torch
 from cases import make_case
 
 from laplace_sampling import LinearisedLaplace, from_loss
@@ -11,24 +14,20 @@ from laplace_sampling.likelihoods.as_likelihood import (
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 
 
 def test_names_give_likelihoods() -> None:
-    assert as_likelihood("regression", 3.0) == Gaussian(3.0)
+    assert as_likelihood("regression") == Gaussian()
     assert as_likelihood("classification") == Categorical()
     assert as_likelihood("binary") == Bernoulli()
     own = Gaussian(2.0)
     assert as_likelihood(own) is own
     with pytest.raises(ValueError, match="student"):
         as_likelihood("student")
-
-
-def test_noise_precision_without_a_use_is_refused() -> None:
-    for likelihood in ("classification", Gaussian(2.0)):
-        with pytest.raises(ValueError, match="noise_precision"):
-            as_likelihood(likelihood, 3.0)
 
 
 def test_a_dictionary_gives_a_likelihood_for_each_head() -> None:
@@ -69,3 +68,30 @@ def test_only_a_gaussian_likelihood_is_quadratic() -> None:
 
     with pytest.raises(TypeError, match="quadratic"):
         as_likelihood(Own(lambda f, y: (f - y).square().sum()))
+
+
+KNOWN = [
+    Gaussian(0.1),
+    Gaussian(torch.tensor([0.1, 2.0]), learn=False),
+    Categorical(class_dim=-1, ignore_index=9),
+    Bernoulli(),
+    Poisson(),
+    HeteroscedasticGaussian(),
+    MultiTask({"name": Categorical(2), "class": Gaussian(3.0, learn=False)}),
+]
+
+
+@pytest.mark.parametrize("likelihood", KNOWN, ids=lambda likelihood: likelihood.name)
+def test_a_likelihood_comes_back_from_its_recipe(likelihood: Likelihood) -> None:
+    recipe = json.loads(json.dumps(recipe_of_likelihood(likelihood)))
+    restored = likelihood_from_recipe(recipe)
+    assert type(restored) is type(likelihood)
+    assert recipe_of_likelihood(restored) == recipe
+    assert restored.settings() == likelihood.settings()
+
+
+def test_a_likelihood_of_another_class_is_refused() -> None:
+    recipe = recipe_of_likelihood(from_loss(lambda f, y: f.sum() ** 2, "own"))
+    assert recipe == {"name": "own", "class": "LossLikelihood"}
+    with pytest.raises(ValueError, match="LossLikelihood"):
+        likelihood_from_recipe(recipe)

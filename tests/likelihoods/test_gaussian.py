@@ -1,24 +1,15 @@
 import pytest
 import torch
+from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.measurement import as_measurement
 
 
 @pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf"), [[1.0]]])
 def test_gaussian_refuses_a_noise_precision_that_is_none(precision) -> None:
     with pytest.raises(ValueError, match="noise_precision"):
         Gaussian(torch.tensor(precision))
-
-
-def test_what_other_code_asks_of_a_likelihood() -> None:
-    likelihood = Gaussian(torch.tensor([2.0, 3.0]))
-    assert likelihood.quadratic
-    assert likelihood.learns_noise
-    assert likelihood.noise_precisions().tolist() == [2.0, 3.0]
-    assert not Gaussian(learn=False).learns_noise
-    other = Categorical()
-    assert (other.quadratic, other.learns_noise, other.noise_precisions()) == (False, False, None)
 
 
 def test_one_entry_is_a_scalar() -> None:
@@ -49,3 +40,21 @@ def test_settings_of_another_kind_are_refused() -> None:
         Gaussian(torch.ones(0))
     with pytest.raises(TypeError, match="numbers"):
         Gaussian("1")  # pyright: ignore[reportArgumentType]
+
+
+def test_functions_that_are_not_adjoint_are_refused() -> None:
+    T = torch.randn(5, 18, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with pytest.raises(ValueError, match="⟨Tf, u⟩"):
+        as_measurement((lambda f: T @ f, lambda u: 2 * T.T @ u), 18)
+    with pytest.raises(ValueError, match="entries"):
+        as_measurement((lambda f: T @ f, lambda u: u), 18)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_matrices_of_any_layout(layout: str) -> None:
+    dense = torch.tensor([[1.0, 0, 2], [0, 0, 3]], dtype=torch.float64)
+    sparse = {"coo": dense.to_sparse_coo, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[layout]()
+    T, f, u = as_measurement(sparse, 3), torch.randn(2, 4, 3).double(), torch.randn(5, 2).double()
+    assert_close(T.apply(f), f @ dense.T)
+    assert_close(T.adjoint(u), u @ dense)

@@ -124,3 +124,15 @@ def test_targets_are_tensors_of_real_numbers() -> None:
         Categorical().prepare(Layout.single((4,)), torch.full((3,), -100))
     with pytest.raises(ValueError, match="MultiTask"):
         MultiTask(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_labels_of_any_integer_type() -> None:
+    f, y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 1])
+    assert_close(Categorical().loss(f, y.int()), Categorical().loss(f, y))
+    assert_close(Categorical().gradient(f, y.to(torch.uint8)), Categorical().gradient(f, y))
+
+
+def test_settings_of_another_kind_are_refused() -> None:
+    for name in ("class_dim", "ignore_index"):
+        with pytest.raises(ValueError, match=name):
+            Categorical(**{name: 1.5})

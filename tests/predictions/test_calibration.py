@@ -200,12 +200,6 @@ def test_problems_of_a_calibration() -> None:
     assert "`scale_`" in bound
 
 
-def test_parts_hold_no_more_numbers_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "NUMBERS_TOGETHER", 8 * 3 * 5)
-    assert [len(part) for part in calibration.parts_of(normal(8, 12, 3))] == [5, 5, 2]
-    assert [len(part) for part in calibration.parts_of(normal(800, 2, 3))] == [1, 1]
-
-
 def test_held_out_labels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     y, logits = overlapping(2.0)

@@ -34,6 +34,8 @@ def test_the_largest_score_has_the_rank_of_the_theorem(num: int) -> None:
 
 
 def test_targets_that_are_not_given_are_not_counted() -> None:
+    # A level of next to nothing is that of the smallest score.
+    assert SplitConformal.of(torch.tensor([[1.0], [2.0]]), 8).largest(1e-12).tolist() == [1.0]
     scores = torch.tensor([[3.0, 1.0], [1.0, math.nan], [2.0, math.nan]])
     found = SplitConformal.of(scores, 4)
     assert found.num_data.tolist() == [3, 1]
@@ -248,6 +250,8 @@ def test_messages() -> None:
         la.predict(x, num_samples=4).interval(0.9)
     with pytest.raises(ValueError, match="level"):
         la.predict(x).interval(0)
+    with pytest.raises(TypeError, match="Tensor"):
+        la.predict(x).interval(torch.tensor(0.9))
     with pytest.raises(ValueError, match="probability"):
         la.predict(x).interval(95)
     la.fit([(x, y)], data=Data(noise_variances=torch.ones(30)), progress=False)
@@ -257,10 +261,6 @@ def test_messages() -> None:
     counts.fit([(x, y.abs().round())], progress=False)
     with pytest.raises(ValueError, match="poisson"):
         counts.calibrate_conformal([(x, y.abs().round())])
-
-
-def test_a_level_of_next_to_nothing_is_that_of_the_smallest_score() -> None:
-    assert SplitConformal.of(torch.tensor([[1.0], [2.0]]), 8).largest(1e-12).tolist() == [1.0]
 
 
 @pytest.mark.parametrize("method", ["exact", pytest.param("krylov", marks=pytest.mark.slow), "kfac"])
@@ -310,12 +310,6 @@ def test_rounding_of_large_outputs_keeps_the_guarantee_of_equal_data() -> None:
             lower, upper = la.predict(few[some]).interval(0.9)
             covered.append(((lower <= labels[some]) & (labels[some] <= upper))[:, 0])
         assert float(torch.cat(covered).double().mean()) >= 0.9
-
-
-def test_a_level_is_a_number() -> None:
-    prediction = make_prediction(normal(4, 1), normal(8, 4, 1), Gaussian(4.0))
-    with pytest.raises(TypeError, match="Tensor"):
-        prediction.interval(torch.tensor(0.9))
 
 
 def test_messages_say_that_data_are_those_of_val_loader() -> None:

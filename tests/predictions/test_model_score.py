@@ -64,10 +64,3 @@ def test_probabilities_of_evidences_are_those_of_the_models() -> None:
     assert float(blurred.probabilities[0]) < float(found.probabilities[0])
     with pytest.raises(ValueError, match="'a': 10"):
         compare({"a": evidence(-1.0, 0.0), "b": evidence(-1.1, 0.0, 12)})
-
-
-def test_scores_of_other_data_are_not_compare() -> None:
-    values, data = torch.tensor([1.0, 2.0, 3.0]), torch.arange(3)
-    # Data with the same indices, of datasets that are not the same.
-    with pytest.raises(ValueError, match="'b': 40"):
-        compare({"a": loo(values, data, 30), "b": loo(values, data, 40)})
