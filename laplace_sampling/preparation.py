@@ -141,8 +141,8 @@ def tangent_of(
         loader,
         kind=settings.linear_model,
         observation=getattr(likelihood, "observe", None),
+        options=Data(**Data.fields(data)),
         processes=settings.processes,
-        **Data.fields(data),
     )
 
 

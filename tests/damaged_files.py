@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_flatten
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.files import read, write
 
-__all__ = ["cut_files", "fitted", "flipped_bits", "killed_saves"]
-
 # Seconds until a process is killed, at most: several saves.
 _LONGEST = 0.1
 
@@ -36,15 +34,9 @@ def fitted(inputs: int, seed: int = 0) -> LinearisedLaplace:
 
 
 def killed_saves(count: int, seed: int, folder: Path) -> list[str]:
-    """Kills a process while it saves over a file, again and again: the file must hold what was saved before or after.
+    """Kills so many processes while they save over a file, which must hold what was saved before or after.
 
-    Args:
-        count: how many processes are killed.
-        seed: of the moments.
-        folder: for the file, an empty one.
-
-    Returns:
-        What was found, one line for each defect.
+    `folder` is empty. It returns a line for each defect.
     """
     states = [folder / f"state_{seed}.pt" for seed in (0, 1)]
     for other, path in enumerate(states):
@@ -86,15 +78,7 @@ def _is_temporary(file: Path) -> bool:
 
 
 def flipped_bits(count: int, seed: int) -> list[str]:
-    """One bit of a file is another, at so many places: it is refused, or has the same content.
-
-    Args:
-        count: how many bits are tried, one at a time.
-        seed: of the places.
-
-    Returns:
-        What was found, one line for each defect.
-    """
+    """Flips so many bits of a file, one at a time: it is refused, or has the same content."""
     la, random, defects = fitted(20), Random(seed), []
     content = _saved(la)
     for _ in range(count):
@@ -106,7 +90,7 @@ def flipped_bits(count: int, seed: int) -> list[str]:
 
 
 def cut_files(count: int, seed: int) -> list[str]:
-    """The end of a file is missing: it is refused. Arguments and result are those of `flipped_bits`."""
+    """Cuts so many files off: each is refused."""
     la, random = fitted(20), Random(seed)
     content = _saved(la)
     lengths = [0, 1, len(content) - 1, *(random.randrange(len(content)) for _ in range(count - 3))]

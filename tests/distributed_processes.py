@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_on_ranks"]
-
 # One process imports torch and the library, and all others are forked from it: they start in milliseconds, without
 # threads of a test. `fully_shard` imports the compiler.
 _PRELOADED = [
@@ -36,15 +34,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """What `function(*args)` returns on each rank of a gloo process group, one thread each.
 
-    Args:
-        function: of the top level of a module, so that it can be pickled. Its rank is `torch.distributed.get_rank()`.
-        num_ranks: the number of processes.
-        args: of the function, which can be pickled.
-        timeout: seconds, after which all processes end: several times what a test takes on a slow machine.
-        may_end: whether a rank that ends without a result has `None`.
-
-    Raises:
-        RuntimeError: if a rank raises, ends or takes longer, with its traceback; the others end with it.
+    Function and arguments can be pickled. After `timeout` seconds all processes end. A `RuntimeError` has the traceback
+    of a rank that raises; with `may_end` a rank that ends without a result has `None`.
     """
     call = pickle.dumps((function, args))
     try:

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["kernels_of"]
-
 
 class _Kernels(TorchDispatchMode):
     def __init__(self) -> None:

@@ -27,8 +27,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["memory_of", "pretended_device"]
-
 DEVICE, CPU = torch.device("xpu", 0), torch.device("cpu")
 # Marks of storages. A storage of the CPU has none. torch makes some tensors inside of derivatives, of which nobody has
 # said where they are: they go with tensors of both.

@@ -27,9 +27,6 @@ from laplace_sampling.linear_model.bounds import (
     mackay_root,
 )
 
-# Of `log α` and `log b` where they are roots.
-ROOT_TOLERANCE = 1e-10
-
 
 @dataclass(frozen=True)
 class HyperparameterBounds:
@@ -168,7 +165,7 @@ class RegressionEvidence:
         if learn[1]:
             # The root for the errors of a network is at or below this.
             most = float(self.rotated.square().sum()) if squares is None else squares
-            b, _ = mackay_root(free, left, self.num_targets / max(most, 1e-300), bounds.noise, ROOT_TOLERANCE)
+            b, _ = mackay_root(free, left, self.num_targets / max(most, 1e-300), bounds.noise)
         found = precision_at(b), b
         ended = zip(("precision", "noise_precision"), found, (bounds.precision, bounds.noise), learn, strict=True)
         at_bounds = tuple(name for name, value, ends, learnt in ended if learnt and is_at_bound(value, ends))

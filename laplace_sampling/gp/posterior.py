@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.gp.evidence import ROOT_TOLERANCE, HyperparameterBounds, Optimum, RegressionEvidence
+from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum, RegressionEvidence
 from laplace_sampling.gp.gram import KernelMatrix, cross_gram, gram, gram_blocks, transposed
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import ModeCurve, interpolated, modes_along
@@ -505,7 +505,6 @@ def _at_fixed_point(posterior: GramPosterior, bounds: Bounds) -> tuple[GramPoste
         lambda alpha: alpha * at(alpha).mode.norm,
         posterior.precisions[0],
         bounds,
-        ROOT_TOLERANCE,
     )
     found = at(alpha)
     slope = 0.5 * (found.effective_dimension() - alpha * found.mode.norm)

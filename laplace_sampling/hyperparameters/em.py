@@ -24,7 +24,7 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
-from laplace_sampling.solvers.solver import Afford, Minimum, Solution, Solver, unlimited
+from laplace_sampling.solvers.solver import Afford, Minimum, Solver, unlimited
 
 
 class DampedSteps:
@@ -47,21 +47,14 @@ class DampedSteps:
         return self.length * change
 
 
-def leverage_of(solution: Solution, prior: GaussianPrior) -> Float[Tensor, "L G"]:
-    """The sums over groups of `ζ ⊙ Mζ`, one row a sample; of the diagonal of `H⁻¹M`, one row, if that is known."""
-    traces = solution.traces
-    return prior.grouped(solution.leverage) if traces is None or len(prior.names) > 1 else traces[:, None]
-
-
 def effective_dimension(leverage: Float[Tensor, "L G"], exact: bool) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
     r"""`γ_g = Tr_g(H⁻¹M)` and its standard error, in prediction space: `(1/K) Σ_k ζ_kᵀ(Mζ_k)`, split by group.
 
     Summed over groups it is `(1/K) Σ_k Σ_i ‖φ_iζ_k‖²_B` (thesis eq. 6.9): unbiased, never negative, of variance
-    `2 Tr((H⁻¹M)²)/K`. A solver may give estimates of less variance for the sum (`Solution.traces`); one that knows the
-    diagonal of `H⁻¹M` gives it exactly, with standard error 0.
+    `2 Tr((H⁻¹M)²)/K`. A solver that knows the diagonal of `H⁻¹M` gives it exactly, with standard error 0.
 
     Args:
-        leverage: one row a sample, or the exact one; see `leverage_of`.
+        leverage: sums over groups of `ζ ⊙ Mζ`, one row a sample; or of the diagonal of `H⁻¹M`, one row.
         exact: whether it is the exact one.
     """
     # Not by the weights, `P − (1/K) Σ_k ζ_kᵀAζ_k` (thesis eq. 6.10): that costs nothing, but its variance is about
@@ -209,7 +202,7 @@ class _Iteration:
             if delta is None:
                 delta = solution.delta.new_empty(draws.num_samples, ggn.size)
             delta[rows] = solution.delta
-            leverage.append(leverage_of(solution, prior))
+            leverage.append(prior.grouped(solution.leverage))
             residuals.append(solution.residual)
             passes, exact = passes + solution.passes, solution.exact
             likelihood = self.model.likelihood

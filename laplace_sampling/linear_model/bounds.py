@@ -47,7 +47,11 @@ def clamped(value: float, bounds: Bounds) -> float:
 
 
 def mackay_root(
-    dimension: Callable[[float], float], energy: Callable[[float], float], start: float, bounds: Bounds, accuracy: float
+    dimension: Callable[[float], float],
+    energy: Callable[[float], float],
+    start: float,
+    bounds: Bounds,
+    accuracy: float = 1e-10,
 ) -> tuple[float, bool]:
     """The root of `α‖θ‖² = γ(α)`, where MacKay's update leaves `α` as it is; also that of `b·s = n − γ(b)` in `b`.
 

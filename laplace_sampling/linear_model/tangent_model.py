@@ -1,6 +1,6 @@
 """`TangentModel`: the linear model of a network on training data, and what it comes from."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_sampling.arguments import as_numbers
 from laplace_sampling.data.batches import Layout, batched, flattened, place
 from laplace_sampling.data.processes import ALONE, Processes
-from laplace_sampling.data.training_data import TrainingData, Unpack
+from laplace_sampling.data.training_data import Data, TrainingData
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood, check_some_given
 from laplace_sampling.likelihoods.measurement import Observation, as_measurement
@@ -113,10 +113,7 @@ def tangent_model_of(
     *,
     kind: str,
     observation: Observation | None = None,
-    noise_variances: Tensor | None = None,
-    weights: Tensor | Sequence[float] | None = None,
-    unpack: Unpack | None = None,
-    num_data: int | None = None,
+    options: Data | None = None,
     processes: Processes = ALONE,
 ) -> TangentModel:
     r"""The tangent model on training data.
@@ -127,19 +124,18 @@ def tangent_model_of(
         loader: batches of inputs and targets.
         kind: `"affine"`, with the offset `f − φw̄`, or `"homogeneous"`, without.
         observation: `T` of targets `y = T f(x) + noise`, applied to the outputs of each datum.
-        noise_variances: `R`, the noise variance of each datum or of each of its outputs, in units of `1/b`.
-        weights: weight of each datum in the sum of losses; for a Gaussian likelihood `1/R`.
-        unpack: `batch -> (inputs, targets)`.
-        num_data: number of data of a stream.
+        options: what the loader does not say, such as weights and noise variances.
         processes: those that share out the data.
 
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
     """
+    options = options or Data()
+    noise_variances, weights = options.noise_variances, options.weights
     data = TrainingData(
         loader,
-        unpack=unpack,
-        num_data=num_data,
+        unpack=options.unpack,
+        num_data=options.num_data,
         fill=likelihood.fill,
         missing=likelihood.takes_missing,
         processes=processes,

@@ -88,8 +88,6 @@ class Solution:
         exact: whether `leverage` is the diagonal itself.
         error: one a row, a bound of the error of the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`
             (see `function_error`); of `SVRG` an estimate.
-        traces: one a row, unbiased estimates of `Tr(H⁻¹M)` of less variance than the sums of `leverage`, if the solver
-            has any.
     """
 
     value: Float[Tensor, "K P"]
@@ -100,7 +98,6 @@ class Solution:
     converged: bool
     exact: bool = False
     error: Float[Tensor, " K"] = field(kw_only=True)
-    traces: Float[Tensor, " K"] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

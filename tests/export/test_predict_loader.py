@@ -82,18 +82,6 @@ def test_one_batch_is_in_memory_at_a_time() -> None:
     assert set(rows) == {1, 2, 3, 4}  # the network runs before the next batch is read
 
 
-def test_a_bar_is_shown_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    import laplace_sampling.production as production
-
-    shown: list[str | None] = []
-    original = production.progress_bar
-    monkeypatch.setattr(production, "progress_bar", lambda d, *a, **k: (shown.append(d), original(None, *a, **k))[1])
-    la, x = fitted("mlp")
-    la.predict_loader([x])
-    la.predict_loader([x], progress=False)
-    assert shown == ["Predictions", None]
-
-
 def test_errors() -> None:
     with pytest.raises(NotFittedError, match="predict_loader"):
         LinearisedLaplace(torch.nn.Linear(2, 2), "classification").predict_loader([torch.zeros(1, 2)])

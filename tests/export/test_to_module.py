@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported import BATCH, TinyViT, assert_predicts, fitted
+from exported import BATCH, assert_predicts, fitted
 from flat_settings import scaled
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -321,17 +321,6 @@ def test_what_torch_does_not_see_is_found() -> None:
     la = LinearisedLaplace(Detached(), "classification", method="krylov", num_samples=2).fit([(x, y)], progress=False)
     with pytest.raises(ValueError, match="deviations"):
         la.to_module()
-
-
-@pytest.mark.slow
-def test_a_small_vision_transformer_of_its_own_eval_mode() -> None:
-    """The network is left as it was, in training mode and with its gradients."""
-    la, _ = fitted("vit")
-    model = la.network.source.train()
-    la.to_module()
-    assert isinstance(model, TinyViT)
-    assert all(part.training for part in model.modules())
-    assert all(p.requires_grad for p in model.parameters())
 
 
 def works_compiler(folder: Path) -> bool:

@@ -26,8 +26,6 @@ import laplace_sampling
 from benchmarks.time_limit import time_limit
 from laplace_sampling import ConvergenceWarning, Evidence, LinearisedLaplace, NotFittedError
 
-__all__ = ["check"]
-
 # Seconds of the processor after which an example counts as one that does not end: the longest take 25.
 _LONGEST = 120.0
 # The logarithm of one over the probability of a false alarm of one comparison.

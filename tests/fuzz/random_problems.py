@@ -36,8 +36,6 @@ from laplace_sampling import (
     from_loss,
 )
 
-__all__ = ["METHODS", "Example", "Problem", "examples", "problem"]
-
 METHODS = ["exact", "krylov", "cg", "svrg", "sgd", "dual", "kfac", "diagonal", "auto"]
 PRIORS = {"isotropic": IsotropicPrior, "g-prior": GPrior, "layerwise": LayerwisePrior}
 LIKELIHOODS = ["regression", "classification", "binary", "poisson", "heteroscedastic", "from_loss"]

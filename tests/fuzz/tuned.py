@@ -19,8 +19,6 @@ from torch import Tensor
 
 from laplace_sampling import LinearisedLaplace
 
-__all__ = ["dense_at", "tuning_defects", "with_factored_scale"]
-
 # By how much the logarithm of the evidence may be below its maximum. Hyperparameters are claimed to 3 % of `α`, which
 # is much less where the data determine them; a step of EM is below its tolerance also where the evidence is flat.
 _NATS = 1.0

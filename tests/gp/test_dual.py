@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from laplace_sampling.gp.dual import DualCG, WhitenedGram
 from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.posterior import of_largest_evidence
-from laplace_sampling.hyperparameters.em import effective_dimension, fit_em, leverage_of
+from laplace_sampling.hyperparameters.em import effective_dimension, fit_em
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
@@ -67,7 +67,7 @@ def test_same_draws_give_the_samples_of_weight_space(case: Case, prior: str) -> 
     M = reference.ggn(model.features.matrix, reference.curvature(case.likelihood, model.network_outputs, case.y))
     scaled = built.scale[:, None] * M * built.scale
     assert_close(found.leverage, found.value * (found.value @ scaled), rtol=1e-6, atol=1e-8)
-    assert float(effective_dimension(leverage_of(found, built), found.exact)[0].sum()) > 0
+    assert float(effective_dimension(built.grouped(found.leverage), found.exact)[0].sum()) > 0
 
 
 def test_samples_of_a_network_by_products() -> None:

@@ -16,7 +16,6 @@ from laplace_sampling.hyperparameters.em import (
     dimensions_by_output,
     effective_dimension,
     fit_em,
-    leverage_of,
     noise_update,
 )
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -48,11 +47,13 @@ def test_effective_dimension_is_unbiased_and_of_the_variance_of_its_formula() ->
     ggn = model.ggn(model.network_outputs)
     # 1000 repeats of K = 8 exact samples.
     solution = sample_posterior(ggn, prior, Draws(8000, seed=0), Dense())
-    gamma = float(effective_dimension(leverage_of(solution, prior), solution.exact)[0])
+    gamma = float(effective_dimension(prior.grouped(solution.leverage), solution.exact)[0])
     leverage = solution.value * ggn.matmul(solution.value)
     sampled = replace(solution, leverage=leverage, exact=False)
     parts = [replace(sampled, leverage=rows) for rows in leverage.split(8)]
-    estimates = torch.tensor([float(effective_dimension(leverage_of(part, prior), part.exact)[0]) for part in parts])
+    estimates = torch.tensor(
+        [float(effective_dimension(prior.grouped(part.leverage), part.exact)[0]) for part in parts]
+    )
     assert abs(float(estimates.mean()) - gamma) < 5 * float(estimates.std()) / 1000**0.5
     assert (estimates >= 0).all()
     spectrum = torch.linalg.eigvalsh(make_dense(ggn)).clamp_min(0)
@@ -69,12 +70,12 @@ def test_standard_error_covers_the_truth() -> None:
     for seed in range(100):
         solution = sample_posterior(ggn, prior, Draws(16, seed), Dense())
         sampled = replace(solution, leverage=solution.value * ggn.matmul(solution.value), exact=False)
-        gamma, error = effective_dimension(leverage_of(sampled, prior), sampled.exact)
+        gamma, error = effective_dimension(prior.grouped(sampled.leverage), sampled.exact)
         deviations.append(float((gamma - truth) / error))
     # A t distribution with 15 degrees of freedom: mean square 15/13, its standard error about 0.2.
     assert 0.5 < float(torch.tensor(deviations).square().mean()) < 2.0
     one = replace(sampled, value=sampled.value[:1], leverage=sampled.leverage[:1])
-    assert math.isnan(float(effective_dimension(leverage_of(one, prior), one.exact)[1]))
+    assert math.isnan(float(effective_dimension(prior.grouped(one.leverage), one.exact)[1]))
 
 
 @covering(indirect=["case"], case=CASES, prior_name=["isotropic", "g-prior", "layerwise"])
@@ -87,9 +88,9 @@ def test_effective_dimension_by_group_equals_the_dense_trace(case: Case, prior_n
     dense = prior.grouped(torch.linalg.solve(M + A, M).diagonal())
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
     solution = sample_posterior(ggn, prior, Draws(4000, 0), Dense())
-    assert_close(effective_dimension(leverage_of(solution, prior), solution.exact)[0], dense, rtol=1e-6, atol=1e-8)
+    assert_close(effective_dimension(prior.grouped(solution.leverage), solution.exact)[0], dense, rtol=1e-6, atol=1e-8)
     sampled = replace(solution, leverage=solution.value * scaled.matmul(solution.value), exact=False)
-    gamma, error = effective_dimension(leverage_of(sampled, prior), sampled.exact)
+    gamma, error = effective_dimension(prior.grouped(sampled.leverage), sampled.exact)
     assert ((gamma - dense).abs() < 5 * error).all()
 
 
@@ -172,7 +173,10 @@ def test_sgd_em_agrees_with_exact_em() -> None:
     exact = fit_em(model, prior, Draws(2, 0), Dense(), max_steps=100, tolerance=1e-5)
     solver = SGD(min_steps=150, batch_size=25)
     sgd = fit_em(model, prior, Draws(64, 0), solver, max_steps=20, tolerance=0.02)
-    gamma, error = sgd.history[-1].effective_dimension[0], sgd.history[-1].effective_dimension_se[0]
+    last = sgd.history[-1]
+    gamma, error = last.effective_dimension[0], last.effective_dimension_se[0]
+    assert last.passes > 4 * 64
+    assert 0 < last.sample_residual <= 1
     assert sgd.converged
     # α ∝ γ at the fixed point, so its relative error is that of γ, up to the slope of the iteration.
     assert abs(math.log(float(sgd.prior.precision) / float(exact.prior.precision))) < 0.05 + 5 * error / gamma

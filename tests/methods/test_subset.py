@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import Evidence, LinearisedLaplace
-from laplace_sampling.methods import as_method, closed_form
+from laplace_sampling.methods import closed_form
 from laplace_sampling.methods.closed_form import Subset
 from laplace_sampling.methods.method import Choice
 from laplace_sampling.methods.plan import Auto
@@ -123,10 +123,6 @@ def test_the_part_of_the_fit_chooses_the_precision(grows: bool, monkeypatch: pyt
     assert len(steps) == 1
     assert len(parts) == 1 + grows
     assert f"{parts[-1]} random rows" in str(la)
-
-
-def test_the_name_stands_for_it() -> None:
-    assert as_method("subset") == Subset()
 
 
 def test_all_rows_of_a_small_network_are_within_the_default_budget() -> None:

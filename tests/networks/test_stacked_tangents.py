@@ -1,5 +1,6 @@
 """Stacked tangents give the products of `jvp`, and leave to it what they have no rule for."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,10 @@ class _Straight(torch.autograd.Function):
         return tangents[0].clone()
 
 
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
 class _Hidden(nn.Module):
     """A network with an operation that rules of functions do not see, or see otherwise than torch."""
 
@@ -98,12 +103,15 @@ class _Hidden(nn.Module):
             h[:, 0] = 2 * h[:, 1]
         if self.kind == "in place of a view":
             F.relu(h[:, 1:], inplace=True)
+        if self.kind == "script":
+            with warnings.catch_warnings(action="ignore"):
+                h = torch.jit.script(_doubled)(h)
         if self.kind == "numbers":
             h = h * float(h.detach()[0, 0])
         return self.b(torch.sin(h))
 
 
-@pytest.mark.parametrize("kind", ["no_grad", "detached", "in place", "in place of a view", "numbers"])
+@pytest.mark.parametrize("kind", ["no_grad", "detached", "in place", "in place of a view", "numbers", "script"])
 def test_what_has_no_rule_is_left_to_jvp(kind: str) -> None:
     torch.manual_seed(0)
     product, expected, stacked = products(_Hidden(kind), torch.randn(5, 3, dtype=torch.float64))

@@ -88,15 +88,6 @@ def test_posterior_is_the_dense_one_of_these_columns(method: str) -> None:
     assert la.samples_.shape == (1500, len(index))
 
 
-def test_whole_tensors_are_those_of_their_names() -> None:
-    case = make_case("conv_batch_norm")
-    found = []
-    for parameters in (["5.*"], {"5.weight": torch.ones(4, 12, dtype=torch.bool), "5.bias": range(4)}):
-        la = LinearisedLaplace(case.model, case.likelihood, parameters=parameters, prior="layerwise", method="krylov")
-        found.append(la.fit([(case.x, case.y)], progress=False).samples_)
-    assert_close(*found, rtol=1e-8, atol=1e-9)
-
-
 def test_saved_and_loaded(tmp_path) -> None:
     case = make_case("classification")
     masks, _ = chosen(case)

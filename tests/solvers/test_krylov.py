@@ -155,12 +155,6 @@ def test_a_budget_too_small_is_reported(kind) -> None:
     assert not newton(objective, zero, lambda M, A, g, _: (0 * g, 0.0), tolerance=1e-3, max_steps=0).converged
 
 
-@pytest.mark.parametrize("setting", [{"tolerance": 0.0}, {"tolerance": 1.0}, {"max_iterations": -1}])
-def test_bad_settings_are_refused(kind, setting: dict) -> None:
-    with pytest.raises(ValueError, match="max_iterations"):
-        kind(**setting)
-
-
 def test_a_basis_of_three_is_refused() -> None:
     with pytest.raises(ValueError, match="max_basis"):
         BlockKrylov(max_basis=3)

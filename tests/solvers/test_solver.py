@@ -1,9 +1,50 @@
+from dataclasses import replace
+
+import pytest
 import torch
-from quadratics import exact, spectral, true_error
+from quadratics import exact, moderate, spectral, true_error
 from torch.testing import assert_close
 
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.operator import make_dense
-from laplace_sampling.solvers.solver import function_error, whiten
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import IterativeSolver, Quadratic, function_error, whiten
+from laplace_sampling.solvers.svrg import SVRG
+
+
+@pytest.mark.parametrize("solver", [SGD(epochs=30), SVRG(max_snapshots=2, tolerance=1e-20), CG(1e-8)])
+def test_rows_do_not_know_of_each_other(solver: IterativeSolver) -> None:
+    p = moderate()
+    # One row with a gradient a million times larger must not throttle the others, by clipping for instance.
+    loud = replace(p, linear=p.linear * torch.tensor([[1.0], [1e6], [1.0]], dtype=torch.float64))
+    assert_close(solver.solve(loud).value[0], solver.solve(p).value[0])
+    first = replace(p, centre=p.centre[:1], linear=p.linear[:1])
+    assert_close(solver.solve(first).value[0], solver.solve(p).value[0])
+
+
+@pytest.mark.parametrize("solver", [SGD(), SVRG()])
+def test_unstable_problems_are_refused_in_words(solver: IterativeSolver) -> None:
+    p = moderate()
+    with pytest.raises(FloatingPointError, match="batch_size"):
+        solver.solve(replace(p, linear=p.linear * float("nan")))
+    features = DenseFeatures(torch.full((4, 1, 2), float("nan"), dtype=torch.float64))
+    ggn = GGN(features, Gaussian(), torch.zeros(4, 1, dtype=torch.float64))
+    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    with pytest.raises(FloatingPointError, match="NaN"):
+        solver.solve(Quadratic(ggn, torch.ones(2, dtype=torch.float64), zeros, zeros))
+
+
+@pytest.mark.parametrize(("kind", "setting", "value"), [
+    (SGD, "step", 0.0), (SGD, "epochs", -1.0), (SGD, "finish_passes", -1), (SVRG, "epochs", 0.0), (SVRG, "step", -1.0),
+    (SVRG, "max_snapshots", 0), (SVRG, "batch_size", -3), (CG, "tolerance", 1.0), (CG, "max_iterations", -1),
+    (BlockKrylov, "tolerance", 0.0), (BlockKrylov, "max_iterations", -1),
+])  # fmt: skip
+def test_bad_settings_are_refused(kind: type, setting: str, value: float) -> None:
+    with pytest.raises(ValueError, match=setting):
+        kind(**{setting: value})
 
 
 def test_whitening_is_a_change_of_coordinates() -> None:
