@@ -33,12 +33,11 @@ from laplace_sampling.networks.branches import QUESTIONS
 from laplace_sampling.networks.elementary_layers import (
     CONTROL_FLOW,
     ELEMENTARY_LAYERS,
-    BatchNormCall,
     group_norm,
     instance_norm,
     layer_norm,
 )
-from laplace_sampling.networks.tangents import batch_norm_tangents
+from laplace_sampling.networks.tangents import BatchNormCall, batch_norm_tangents
 
 # Contexts -------------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -204,19 +204,6 @@ ELEMENTARY_LAYERS: dict[Callable, Callable] = {
 }
 if hasattr(torch, "_grouped_mm"):  # not in torch 2.6
     ELEMENTARY_LAYERS[torch._grouped_mm] = _grouped_mm  # pyright: ignore
-
-
-class BatchNormCall(NamedTuple):
-    """The arguments of `F.batch_norm`."""
-
-    input: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    training: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
 
 
 def layer_norm(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map
-
-from laplace_sampling.networks.elementary_layers import BatchNormCall
 
 aten = torch.ops.aten
 
@@ -331,6 +329,19 @@ def _max_pool(func: Callable, x: Dual, *args: Any, **kwargs: Any) -> tuple[Dual,
 
 
 # Normalisation --------------------------------------------------------------------------------------------------------
+
+
+class BatchNormCall(NamedTuple):
+    """The arguments of `F.batch_norm`."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
 
 def _batch_norm(

@@ -102,6 +102,8 @@ def test_validation_data_of_a_regression_choose_scale_and_noise(method: str) -> 
     assert la.noise_precision_ is not None
     assert before.noise_precision_ is not None
     mean, covariance = before.predict(x).mean, before.predict(x).covariance()
+    assert la.scale_ != 1
+    assert_close(la.predict(x).covariance(), la.scale_ * covariance)
     eye = torch.eye(mean.shape[1], dtype=mean.dtype)
 
     def posterior(scale: float, factor: float) -> float:

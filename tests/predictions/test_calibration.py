@@ -95,6 +95,7 @@ def test_scale_and_temperature_of_held_out_labels() -> None:
     y, logits = overlapping(4.0)
     found = calibrate(Categorical(), y, logits, 1e-6 * normal(32, NUM, 3, seed=5))
     assert found.temperature == pytest.approx(4.0, rel=0.1)
+    assert found.network_log_likelihood == pytest.approx(-float(F.cross_entropy(logits, y, reduction="sum")))
     # where labels vary more than the network says, and the error bars know where, these are scaled to it
     varies = (torch.arange(NUM) % 2)[:, None].double()
     logits = 2 * normal(NUM, 3, seed=7)
@@ -111,6 +112,9 @@ def test_scale_and_noise_of_held_out_targets() -> None:
     found = calibrate_regression(targets, torch.zeros_like(v), v[..., None], torch.ones_like(v))
     assert found.scale == pytest.approx(4.0, rel=0.1)
     assert found.noise == pytest.approx(0.25, rel=0.1)
+    assert found.network_log_likelihood == pytest.approx(
+        float(torch.distributions.Normal(0, 1).log_prob(targets).sum())
+    )
     assert found.temperature == 1.0
 
 

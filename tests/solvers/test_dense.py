@@ -3,6 +3,9 @@ import torch
 from quadratics import exact, moderate
 from torch.testing import assert_close
 
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.solvers.dense import Dense, Factor
 from laplace_sampling.solvers.operator import make_dense
 
@@ -19,6 +22,16 @@ def test_dense_solves_both_ways(shape: tuple[int, int, int]) -> None:
     assert solution.converged
     assert solution.exact
     assert float(solution.residual.max()) < 1e-10
+
+
+def test_the_factor_keeps_its_digits_where_the_prior_decides() -> None:
+    # Six rows of rank three: the sum of `M` and a prior of 1e-11 has lost the prior, a root of it has not.
+    rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    features = DenseFeatures((rows @ torch.eye(3, 5, dtype=torch.float64))[:, None])
+    ggn = GGN(features, Gaussian(), torch.zeros(6, 1, dtype=torch.float64))
+    undetermined = torch.eye(5, dtype=torch.float64)[3:]
+    found = Factor.of(ggn, torch.full((5,), 1e-11, dtype=torch.float64)).solve(undetermined)
+    assert_close(found, 1e11 * undetermined, rtol=1e-6, atol=1e-2)
 
 
 def test_woodbury_keeps_its_digits_where_the_data_decide() -> None:
