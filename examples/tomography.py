@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from laplace_sampling import Gaussian, LinearisedLaplace
 from laplace_sampling.gp.dual import DualCG
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.tangent_model import tangent_model_of
+from laplace_sampling.linear_model.linear_model import tangent_model_of
 
 SIDE = 28
 

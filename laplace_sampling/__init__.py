@@ -4,7 +4,6 @@ from importlib.metadata import version
 
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import save_onnx
-from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.hyperparameters.criteria import Criterion, Evidence, LeftOutLabels, SelfConsistency, Validation
 from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.hyperparameters.hyperparameters import Step, StopFit
@@ -23,6 +22,7 @@ from laplace_sampling.methods.closed_form import Exact, Factored, Subset
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.plan import Auto
 from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
+from laplace_sampling.posterior import NotFittedError
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut

@@ -29,8 +29,8 @@ from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.files import check_target, load_checked, target_of
 from laplace_sampling.likelihoods.as_likelihood import recipe_of_likelihood
 from laplace_sampling.linear_model.held_out import HeldOut
+from laplace_sampling.linear_model.linear_model import TangentModel
 from laplace_sampling.linear_model.priors.as_prior import recipe_of_prior
-from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods import recipe_of_method
 from laplace_sampling.methods.method import Fit
 from laplace_sampling.methods.problem import Problem

@@ -11,30 +11,27 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.arguments import check_flag, check_positive, check_whole
-from laplace_sampling.calibrated import calibrated, calibrated_by, split_conformal
+from laplace_sampling.calibrated import calibrated, calibrated_by, held_out_problems, split_conformal
 from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.files import File, arguments_of, posterior_of, read, state_of, write
-from laplace_sampling.fitted import Fitted, NotFittedError, evidence_of, leave_one_out_of, warmed, warn_of
 from laplace_sampling.hyperparameters.criteria import Criterion, as_criterion
 from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.hyperparameters.hyperparameters import Step, StopFit
 from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.held_out import HeldOut, check_calibration
+from laplace_sampling.linear_model.linear_model import TangentModel
 from laplace_sampling.linear_model.priors.prior import Prior
-from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.method import Fit, Method, Task
 from laplace_sampling.methods.plan import Plan
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.networks.random_weights import Subset, of_some_weights
 from laplace_sampling.networks.solving import solver_call
-from laplace_sampling.networks.subnetwork import of_some_weights
-from laplace_sampling.on_training_data import held_out_problems
-from laplace_sampling.posterior import Posterior
+from laplace_sampling.posterior import Fitted, NotFittedError, Posterior, evidence_of, leave_one_out_of, warmed, warn_of
 from laplace_sampling.predict import check_options, checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis

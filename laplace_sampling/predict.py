@@ -24,9 +24,8 @@ from laplace_sampling.data.batches import (
 )
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
-from laplace_sampling.linear_model.features import Features, ObservedFeatures
-from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.linear_model.tangent_model import noise_weights
+from laplace_sampling.linear_model.features import Features, ObservedFeatures, features_at
+from laplace_sampling.linear_model.linear_model import noise_weights
 from laplace_sampling.methods.method import Fit
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation

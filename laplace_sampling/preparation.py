@@ -12,13 +12,13 @@ from laplace_sampling.data.batches import split
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, measure, rows_in_memory
+from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.linear_model.held_out import HeldOut, check_calibration
-from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model_of
+from laplace_sampling.linear_model.linear_model import TangentModel, tangent_model_of
 from laplace_sampling.methods.method import Fit
 from laplace_sampling.methods.problem import Budget, Problem
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.resources import free_memory
+from laplace_sampling.networks.memory import free_memory
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.settings import Settings
 

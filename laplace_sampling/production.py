@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from laplace_sampling.data.batches import as_tensors, place
-from laplace_sampling.data.sources import Unpack
+from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.methods.method import Fit
-from laplace_sampling.networks.agreement import difference, rounding
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.products import difference, rounding
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.prediction import Prediction, check_quantities
 from laplace_sampling.settings import Settings
-from laplace_sampling.solvers.progress import progress_bar
+from laplace_sampling.solvers.solver import progress_bar
 
 # Quantities whose first axis is that of the samples.
 _SAMPLED = ("samples", "deviations")

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.calibrated import deviations_of, enough
 from laplace_sampling.hyperparameters.network_evidence import DECADES, best_network_evidence
 from laplace_sampling.linear_model.features import SomeFeatures, some_of
-from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.linear_model.linear_model import TangentModel
 from laplace_sampling.methods.method import Fit
-from laplace_sampling.on_training_data import deviations_of, enough
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import covariance_of
 from laplace_sampling.predictions.leave_one_out import (

@@ -17,8 +17,8 @@ from laplace_sampling.likelihoods.heteroscedastic_gaussian import Heteroscedasti
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.linearisation import Linearisation
 
 

@@ -14,9 +14,8 @@ from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel, TangentModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
-from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.networks.linearisation import Linearisation
 

@@ -31,11 +31,10 @@ from torch import Tensor
 
 from laplace_sampling.curvature.kronecker import Kronecker, KroneckerBlock, outer_factors
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.features import Features, SomeFeatures
+from laplace_sampling.linear_model.features import Features, NetworkFeatures, SomeFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.networks.linear_layer import LinearLayer
-from laplace_sampling.solvers.dense_curvature import DenseCurvature
+from laplace_sampling.networks.last_layer import LinearLayer
+from laplace_sampling.solvers.dense import DenseCurvature
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.recorded import recorded

@@ -35,11 +35,11 @@ from torch import Tensor
 
 from laplace_sampling.curvature.low_rank import LowRank
 from laplace_sampling.linear_model.draws import SeededNoise
+from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.layers import Layer, LayerRun, Pair, layers_of
-from laplace_sampling.networks.subnetwork import Subnetwork
-from laplace_sampling.solvers.dense_curvature import DenseCurvature
+from laplace_sampling.networks.random_weights import Subnetwork
+from laplace_sampling.solvers.dense import DenseCurvature
 from laplace_sampling.solvers.lapack import eigenvectors
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature, Jacobi

@@ -41,7 +41,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.datum_rows import inner_products
+from laplace_sampling.linear_model.features import inner_products
 from laplace_sampling.solvers.lapack import symmetric_eigen
 from laplace_sampling.solvers.operator import Operator, row_products
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER

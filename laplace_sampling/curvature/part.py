@@ -33,9 +33,8 @@ from torch import Tensor
 from laplace_sampling.curvature.closed_form import FactoredSampler
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.datum_rows import DatumRows
 from laplace_sampling.linear_model.draws import SeededNoise, Stream
-from laplace_sampling.linear_model.features import ScaledFeatures
+from laplace_sampling.linear_model.features import DatumRows, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen

@@ -11,13 +11,20 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from laplace_sampling.data.batches import Layout
-from laplace_sampling.export.head_program import HeadProgram, copied, head_root
-from laplace_sampling.export.program import FormulaProgram, batch_sizes, quietly, tangent_program, two_rows
+from laplace_sampling.export.program import (
+    FormulaProgram,
+    HeadProgram,
+    batch_sizes,
+    copied,
+    head_root,
+    quietly,
+    tangent_program,
+    two_rows,
+)
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.networks.last_layer import LastLayer
-from laplace_sampling.networks.linear_layer import LinearLayer
+from laplace_sampling.networks.last_layer import LastLayer, LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.function_covariance import FunctionCovariance

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.gp.gram import transposed
+from laplace_sampling.gp.posterior import transposed
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN

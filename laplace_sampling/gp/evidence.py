@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.bounds import (
+from laplace_sampling.hyperparameters.hyperparameters import (
     NOISE_BOUNDS,
     PRECISION_BOUNDS,
     Bounds,

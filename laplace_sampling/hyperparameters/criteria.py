@@ -9,11 +9,11 @@ import torch
 
 from laplace_sampling.arguments import check_whole
 from laplace_sampling.hyperparameters import rules, validation
+from laplace_sampling.hyperparameters.hyperparameters import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.hyperparameters.rules import LossRise, SearchCost, Selection
 from laplace_sampling.likelihoods.poisson import Poisson
-from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.linear_model.held_out import HeldOut
-from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.linear_model.linear_model import TangentModel
 from laplace_sampling.predictions.calibration import labelled
 
 # How many of some data a part of the budget pays for, at such a cost.

@@ -13,18 +13,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, Step
+from laplace_sampling.hyperparameters.hyperparameters import (
+    NOISE_BOUNDS,
+    PRECISION_BOUNDS,
+    Bounds,
+    Hyperparameters,
+    Step,
+    check_bounds,
+)
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel, linear_model_mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
-from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
-from laplace_sampling.solvers.solver import Afford, Minimum, Solver, unlimited
+from laplace_sampling.solvers.solver import Afford, Minimum, Solver, progress_bar, unlimited
 
 
 class DampedSteps:

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.hyperparameters.curves import MarginalLikelihood, Traces
-from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, clamped, in_one_step, mackay_root
 from laplace_sampling.hyperparameters.rules import SearchCost, Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.bounds import clamped, mackay_root
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision

@@ -43,14 +43,12 @@ from jaxtyping import Float
 from torch import Tensor, zeros_like
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, by_rows, function_draws, num_samples
-from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step, mackay_root
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import mackay_root
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.datum_rows import DatumRows
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, SomeFeatures, some_of
+from laplace_sampling.linear_model.features import BLOCK_BYTES, DatumRows, Features, SomeFeatures, some_of
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.predictions.calibration import Calibration, label_losses, labelled, labels_of

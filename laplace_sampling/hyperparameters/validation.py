@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, function_draws
-from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
+from laplace_sampling.hyperparameters.hyperparameters import NOISE_BOUNDS, Bounds, Hyperparameters, clamped, in_one_step
 from laplace_sampling.hyperparameters.rules import (
     PER_DECADE,
     SearchCost,
@@ -30,7 +30,6 @@ from laplace_sampling.hyperparameters.rules import (
 )
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, Bounds, clamped
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.held_out import check_finite

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 
 from laplace_sampling.data.batches import place
 from laplace_sampling.data.training_data import Data
-from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.methods.method import Method
+from laplace_sampling.posterior import NotFittedError
 from laplace_sampling.predictions.calibration import Calibration
 
 try:

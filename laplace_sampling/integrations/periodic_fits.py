@@ -1,7 +1,7 @@
 """`PeriodicFits`: error bars while a network is trained; what all callbacks of trainers share, and plain loops use.
 
 Training goes on bit for bit as without fits: data are read by index in a random state of their own
-(`data.random_state`), and the network is differentiated on a copy that nobody else has (`networks.shell`).
+(`data.training_data`), and the network is differentiated on a copy that nobody else has (`networks.shell`).
 """
 
 import inspect
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.data.batches import batched, flattened, take
 from laplace_sampling.data.processes import Processes
-from laplace_sampling.data.random_state import PrivateRandomness
-from laplace_sampling.data.training_data import Data, TrainingData
-from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.data.training_data import Data, PrivateRandomness, TrainingData
 from laplace_sampling.hyperparameters.criteria import as_criterion
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.closed_form import Exact, Factored
 from laplace_sampling.methods.problem import Strict
+from laplace_sampling.posterior import NotFittedError
 from laplace_sampling.settings import Settings
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.networks.resources import Operations, TensorBytes
+from laplace_sampling.networks.memory import Operations, TensorBytes
 
 # Tensors as large as the largest one that a JVP holds at once: inputs and output of an operation, and a copy. With 8
 # vectors on a convolution with normalisation, an MLP and an attention layer the prediction was 1.0 to 2.1 times the

@@ -11,10 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.datum_rows import DatumRows
 from laplace_sampling.linear_model.draws import SeededNoise
-from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, ScaledFeatures
-from laplace_sampling.solvers.dense_curvature import DenseCurvature, as_number
+from laplace_sampling.linear_model.features import BLOCK_BYTES, DatumRows, Features, ScaledFeatures
+from laplace_sampling.solvers.dense import DenseCurvature, as_number
 from laplace_sampling.solvers.lapack import sum_of_squares
 from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.recorded import recorded

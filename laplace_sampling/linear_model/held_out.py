@@ -12,9 +12,8 @@ from laplace_sampling.data.batches import Layout, batched, digest, place
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import Data, TrainingData
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.features import SomeFeatures
+from laplace_sampling.linear_model.features import NetworkFeatures, SomeFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.placement import chosen
 

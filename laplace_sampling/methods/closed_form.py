@@ -30,8 +30,7 @@ from laplace_sampling.curvature.kronecker import CURVATURE, Inverse, Kronecker
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows
 from laplace_sampling.gp.evidence import HyperparameterBounds
-from laplace_sampling.gp.gram import size_of
-from laplace_sampling.gp.posterior import GramCovariance, GramPath, GramPosterior, of_largest_evidence
+from laplace_sampling.gp.posterior import GramCovariance, GramPath, GramPosterior, of_largest_evidence, size_of
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, HeadPath
 from laplace_sampling.hyperparameters.criteria import Criterion
 from laplace_sampling.hyperparameters.curves import EvidencePath, ModeCurve, Traces
@@ -42,10 +41,9 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features, ScaledFeatures
+from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features, NetworkFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel, Mode
-from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw_closed_form
 from laplace_sampling.methods.method import (
@@ -76,8 +74,7 @@ from laplace_sampling.predictions.function_covariance import (
     factored_covariance,
 )
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
-from laplace_sampling.solvers.dense import Dense
-from laplace_sampling.solvers.dense_curvature import DenseCurvature
+from laplace_sampling.solvers.dense import Dense, DenseCurvature
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER

@@ -40,11 +40,10 @@ from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidenc
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import EvidencePath, ModeCurve, Traces, knots, krylov_traces, modes_along
 from laplace_sampling.hyperparameters.em import fit_em, noise_update
-from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, clamped, in_one_step, mackay_root
 from laplace_sampling.hyperparameters.rules import Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import clamped, mackay_root
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ScaledFeatures

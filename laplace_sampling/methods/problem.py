@@ -19,8 +19,8 @@ from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.held_out import HeldOut
+from laplace_sampling.linear_model.linear_model import TangentModel, is_accumulated
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
-from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
 from laplace_sampling.solvers.solver import Afford
 
 

@@ -11,10 +11,9 @@ from laplace_sampling.arguments import check_positive, check_whole, refuse_class
 from laplace_sampling.gp.dual import DualCG, WhitenedGram
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.hyperparameters.curves import Traces
-from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters
+from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, clamped
 from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import clamped
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.closed_form import Factored, Subset, by_gram_matrix

@@ -9,5 +9,5 @@
 from laplace_sampling.networks.consistency import check_consistency as check_consistency
 from laplace_sampling.networks.last_layer import LastLayer as LastLayer
 from laplace_sampling.networks.linearisation import Linearisation as Linearisation
+from laplace_sampling.networks.random_weights import Subnetwork as Subnetwork
 from laplace_sampling.networks.random_weights import linearise as linearise
-from laplace_sampling.networks.subnetwork import Subnetwork as Subnetwork

@@ -29,9 +29,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.data.batches import num_rows, rows_of
-from laplace_sampling.networks.agreement import difference
-from laplace_sampling.networks.derivative_rules import linear_inside
+from laplace_sampling.networks.derivatives import linear_inside
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.products import difference
 from laplace_sampling.networks.solving import exclusive
 from laplace_sampling.networks.tangents import BatchNormCall
 from laplace_sampling.solvers.placement import normal

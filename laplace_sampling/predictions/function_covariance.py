@@ -14,7 +14,7 @@ from laplace_sampling.curvature.head import has_head_covariances, head_covarianc
 from laplace_sampling.curvature.kronecker import Inverse
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.networks.linear_layer import LinearLayer
+from laplace_sampling.networks.last_layer import LinearLayer
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.solvers.dense import Factor
 from laplace_sampling.solvers.operator import Operator

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.solvers.operator import Operator, tiny
-from laplace_sampling.solvers.progress import progress_bar
-from laplace_sampling.solvers.solver import Afford, Minimum, Objective, unlimited
+from laplace_sampling.solvers.solver import Afford, Minimum, Objective, progress_bar, unlimited
 
 # The loosest relative accuracy of a step. For 18 modes of classifiers of 200 weights by conjugate gradients: 1,940
 # passes; 2,160 at half of it and 1,840 at twice.

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.solvers.basis import DEPENDENT, Basis
+from laplace_sampling.solvers.krylov import DEPENDENT, Basis
 from laplace_sampling.solvers.operator import Operator
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.operator import Operator, largest_of_batches, tiny
-from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
-from laplace_sampling.solvers.solver import IterativeSolver, Minimum, Objective, Quadratic, Solution
+from laplace_sampling.solvers.solver import IterativeSolver, Minimum, Objective, Quadratic, Solution, progress_bar
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 Batch = TypeVar("Batch")

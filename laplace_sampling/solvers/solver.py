@@ -1,4 +1,4 @@
-r"""Solvers for the two convex problems of the library; they see products and mini-batches, never a network.
+"""Solvers for the two convex problems of the library; they see products and mini-batches, never a network.
 
 - `Quadratic`: `½ζᵀMζ − ⟨u, ζ⟩ + ½‖ζ − θ⁰‖²_A` for `K` rows at once, with minimiser `ζ = H⁻¹(u + Aθ⁰)`, `H = M + A`.
 - `Objective`: a smooth convex sum over data plus `½‖θ‖²_A`, for one row.
@@ -6,17 +6,41 @@ r"""Solvers for the two convex problems of the library; they see products and mi
 Both run in coordinates in which the prior is (nearly) isotropic. Iterates are `δ = ζ − θ⁰`: they stay in the range
 of `A⁻¹Φᵀ`, so that directions which the data do not determine are exact from the start, also after `A` and `θ⁰` were
 rescaled.
+
+Progress bars: the one place that makes them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from laplace_sampling.solvers.operator import Congruent, Operator, geometric_mean, row_products, tiny
+
+# In a notebook bars are widgets, which need no terminal.
+_IN_NOTEBOOK = any(kind.__name__ == "tqdm_notebook" for kind in tqdm.__mro__)
+
+
+def progress_bar(
+    description: str | None, items: Iterable[Any] | None = None, *, total: int | None = None, leave: bool = False
+) -> tqdm:
+    """A bar over items, or one that is moved on by `update`; shown only where standard error is a terminal.
+
+    Args:
+        description: its label; `None` for no bar.
+        items: that are iterated over.
+        total: how many there are, if they are not given.
+        leave: whether the bar stays when it is full.
+    """
+    # `None` asks tqdm to look for a terminal: in files and pipes bars are only noise.
+    hidden = True if description is None else False if _IN_NOTEBOOK else None
+    return tqdm(items, desc=description, total=total, disable=hidden, leave=leave)
+
 
 # Whether so many passes, products of `M` with all data and one vector each, may still be made.
 Afford = Callable[[float], bool]

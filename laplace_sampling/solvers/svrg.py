@@ -15,7 +15,6 @@ from torch import Tensor
 from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.solvers.operator import Congruent, Operator, largest_of_batches, tiny
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
-from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.sgd import PROBES, SGD, first_iterate, restarted
 from laplace_sampling.solvers.solver import (
@@ -24,6 +23,7 @@ from laplace_sampling.solvers.solver import (
     Objective,
     Quadratic,
     Solution,
+    progress_bar,
     relative_residual,
     whiten,
 )

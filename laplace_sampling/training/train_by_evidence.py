@@ -23,14 +23,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.batches import arguments, num_rows, place, read
-from laplace_sampling.data.sources import unpacking
-from laplace_sampling.data.training_data import Data
+from laplace_sampling.data.training_data import Data, unpacking
 from laplace_sampling.hyperparameters.covariance_path import FactoredPath
 from laplace_sampling.hyperparameters.curves import MarginalLikelihood, Traces
 from laplace_sampling.hyperparameters.em import noise_update
+from laplace_sampling.hyperparameters.hyperparameters import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
 from laplace_sampling.linear_model.priors.prior import (
     GaussianPrior,
     IsotropicPrior,
@@ -40,13 +39,12 @@ from laplace_sampling.linear_model.priors.prior import (
 )
 from laplace_sampling.methods.method import Method, Task
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.networks.random_weights import Subnetwork, Subset
 from laplace_sampling.networks.solving import solver_call
-from laplace_sampling.networks.subnetwork import Subnetwork
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.preconditioners import Curvature
-from laplace_sampling.solvers.progress import progress_bar
+from laplace_sampling.solvers.solver import progress_bar
 
 _NO_DATA = Data()
 

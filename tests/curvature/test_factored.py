@@ -17,8 +17,8 @@ from laplace_sampling.curvature import kronecker as kfac
 from laplace_sampling.curvature.closed_form import KroneckerFit, factored_curvature
 from laplace_sampling.curvature.kronecker import Kronecker, partial_traces, squares
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import features_at
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.methods.closed_form import Factored as FactoredMethod

@@ -20,12 +20,11 @@ from laplace_sampling.curvature.head import (
 from laplace_sampling.curvature.kronecker import Kronecker
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.likelihoods.weighted import weighted
+from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.networks.last_layer import LastLayer
-from laplace_sampling.networks.linear_layer import LinearLayer
-from laplace_sampling.solvers.dense_curvature import DenseCurvature
+from laplace_sampling.networks.last_layer import LastLayer, LinearLayer
+from laplace_sampling.solvers.dense import DenseCurvature
 
 # Cases whose network ends with a linear layer of a vector for each datum.
 NAMES = [

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import LinearisedLaplace, Subset
-from laplace_sampling.networks.resources import free_memory
+from laplace_sampling.networks.memory import free_memory
 
 MIB = 2**20
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_sampling import Data, Dual, Exact, Gaussian, Krylov, LinearisedLaplace, from_loss
 from laplace_sampling.checkpoint import Checkpoint, Results
-from laplace_sampling.linear_model import tangent_model
+from laplace_sampling.linear_model import linear_model as tangent_model
 from laplace_sampling.methods import closed_form, problem
 
 pytestmark = pytest.mark.slow

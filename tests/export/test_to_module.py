@@ -14,8 +14,8 @@ from torch.nn.utils import prune
 from torch.testing import assert_close
 
 from laplace_sampling import Categorical, Gaussian, LinearisedLaplace, NotFittedError, save_onnx
-from laplace_sampling.export.head_program import HeadProgram
-from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.export.program import HeadProgram
+from laplace_sampling.linear_model.features import features_at
 
 LAST = {"parameters": "last_layer"}
 # Every quantity of each kind of prediction.

@@ -25,8 +25,8 @@ from laplace_sampling import (
     LinearisedLaplace,
     NotFittedError,
     Validation,
+    calibrated,
     from_loss,
-    on_training_data,
 )
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
@@ -147,10 +147,10 @@ def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_p
 
 def test_some_of_the_training_data_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y), _ = overfitted()
-    monkeypatch.setattr(on_training_data.OnTrainingData, "FEW", 30)  # of 90, every third
-    seen, calibration = [], on_training_data.OnTrainingData.calibration
+    monkeypatch.setattr(calibrated.OnTrainingData, "FEW", 30)  # of 90, every third
+    seen, calibration = [], calibrated.OnTrainingData.calibration
     monkeypatch.setattr(
-        on_training_data.OnTrainingData, "calibration", lambda *args: seen.append(args[0]) or calibration(*args)
+        calibrated.OnTrainingData, "calibration", lambda *args: seen.append(args[0]) or calibration(*args)
     )
     la = LinearisedLaplace(model, "classification", num_samples=8)
     la.fit_hyperparameters([(x, y)], criterion="evidence", progress=False)
@@ -198,7 +198,7 @@ def test_held_out_data_in_half_precision_and_as_a_stream(monkeypatch: pytest.Mon
     la = laplace_of(model, "classification", prior_precision=1.0).fit([(train[0].float(), train[1])], progress=False)
     known = la.calibrate([(x.float(), y)]).scale_
     assert la.calibrate([(x, y)]).scale_ == known
-    monkeypatch.setattr(on_training_data, "_ENOUGH", 40)
+    monkeypatch.setattr(calibrated, "_ENOUGH", 40)
     first = la.calibrate([(x[:40], y[:40])]).scale_
     stream = DataLoader(Stream(x, y), 20)
     # nothing is kept of the stream, so that it is read in its order: the first so many
@@ -368,16 +368,16 @@ def test_the_log_likelihood_without_inputs_is_that_of_frequencies() -> None:
     """Of labels that are given, by weight: three of class 0, one of class 1; of two outputs, 3/4 and 1/2 ones."""
     y, weights = torch.tensor([[0, -100], [1, 0]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     expected = 0.75 * math.log(0.75) + 0.25 * math.log(0.25)
-    assert on_training_data._without_inputs(Categorical(), y, weights) == pytest.approx(expected)
+    assert calibrated._without_inputs(Categorical(), y, weights) == pytest.approx(expected)
     ones, weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     # The outputs have four and two labels.
     expected = (4 * expected + 2 * math.log(0.5)) / 6
-    assert on_training_data._without_inputs(Bernoulli(), ones, weights) == pytest.approx(expected)
+    assert calibrated._without_inputs(Bernoulli(), ones, weights) == pytest.approx(expected)
 
 
 def test_validation_data_that_are_looked_at_are_few_and_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model, train, (x, y) = overfitted()
-    monkeypatch.setattr(on_training_data, "_NUMBERS", 4 * 3 * 100)  # of 600 data every sixth
+    monkeypatch.setattr(calibrated, "_NUMBERS", 4 * 3 * 100)  # of 600 data every sixth
     settings = {"prior": "isotropic", "method": "exact", "num_samples": 4}
     few = laplace_of(model, "classification", **settings)
     for rule in ("evidence", Validation(most_data=100)):
@@ -395,10 +395,10 @@ def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pyte
     fit = replace(la._fitted.fit, sampled=replace(la._fitted.fit.sampled, samples=la._fitted.posterior.samples))
     tangent = la._fitted.tangent
     in_order = replace(tangent, in_order=True)
-    assert on_training_data.OnTrainingData.of(fit, tangent, 20).some.tolist() == list(range(0, 90, 5))
-    assert on_training_data.OnTrainingData.of(fit, in_order, 20).some.tolist() == list(range(20))
-    monkeypatch.setattr(on_training_data, "_NUMBERS", 8 * 3 * 10)
-    assert on_training_data.OnTrainingData.of(fit, in_order, 20).deviations.shape == (8, 10, 3)
+    assert calibrated.OnTrainingData.of(fit, tangent, 20).some.tolist() == list(range(0, 90, 5))
+    assert calibrated.OnTrainingData.of(fit, in_order, 20).some.tolist() == list(range(20))
+    monkeypatch.setattr(calibrated, "_NUMBERS", 8 * 3 * 10)
+    assert calibrated.OnTrainingData.of(fit, in_order, 20).deviations.shape == (8, 10, 3)
 
 
 @pytest.mark.parametrize("unequal", [False, True])

@@ -11,7 +11,7 @@ from kernels import kernels_of
 from torch import nn
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.networks.resources import TensorBytes
+from laplace_sampling.networks.memory import TensorBytes
 
 
 def fitted(name: str = "classification", num_samples: int = 40, **settings: Any) -> tuple[LinearisedLaplace, Any]:

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from laplace_sampling.gp.posterior import GramCovariance, GramPosterior
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.features import features_at
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.solver import ConvergenceWarning
 

@@ -15,9 +15,8 @@ from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
 from laplace_sampling.hyperparameters.em import fit_em
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.features import DenseFeatures, features_at
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation

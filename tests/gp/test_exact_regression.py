@@ -24,9 +24,8 @@ from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_larg
 from laplace_sampling.hyperparameters.em import fit_em
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.features import DenseFeatures, NetworkFeatures, features_at
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.network_features import NetworkFeatures, features_at
 from laplace_sampling.linear_model.priors.prior import (
     GaussianPrior,
     GPrior,
@@ -358,7 +357,7 @@ import os, torch
 from torch import nn
 from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.posterior import of_largest_evidence
-from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.features import features_at
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.linear_model.priors.prior import GaussianPrior

@@ -7,9 +7,8 @@ from grids import covering
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.gp.gram import cross_gram, gram, gram_blocks
-from laplace_sampling.linear_model.features import DenseFeatures, row_blocks
-from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.gp.posterior import cross_gram, gram, gram_blocks
+from laplace_sampling.linear_model.features import DenseFeatures, features_at, row_blocks
 from laplace_sampling.networks.linearisation import Linearisation
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laplace_sampling import Gaussian
-from laplace_sampling.linear_model.bounds import (
+from laplace_sampling.hyperparameters.hyperparameters import (
     AtBounds,
     bound_reached,
     check_bounds,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from laplace_sampling import SGD, Evidence, LinearisedLaplace
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.linear_model.tangent_model import tangent_model_of
+from laplace_sampling.linear_model.linear_model import tangent_model_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers import svrg
 

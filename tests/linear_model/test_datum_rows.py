@@ -8,11 +8,9 @@ from cases import Case
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling.linear_model.datum_rows import DatumRows
-from laplace_sampling.linear_model.features import Features, ScaledFeatures, SomeFeatures
-from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.features import DatumRows, Features, ScaledFeatures, SomeFeatures, features_at
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.resources import Operations
+from laplace_sampling.networks.memory import Operations
 
 
 def check(features: Features, jacobian: Tensor) -> DatumRows:

@@ -14,7 +14,7 @@ from laplace_sampling.linear_model.features import (
     WeightedFeatures,
     row_blocks,
 )
-from laplace_sampling.linear_model.tangent_model import noise_weights, weigh
+from laplace_sampling.linear_model.linear_model import noise_weights, weigh
 
 
 def numbers(*shape: int) -> Tensor:

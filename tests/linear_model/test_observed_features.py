@@ -9,16 +9,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.gp.dual import DualCG
-from laplace_sampling.gp.gram import gram
 from laplace_sampling.gp.linear_operators import to_linear_operator
-from laplace_sampling.gp.posterior import GramCovariance, GramPosterior
+from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, gram
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.linear_model import linear_model_mode
-from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.features import features_at
+from laplace_sampling.linear_model.linear_model import linear_model_mode, observe
 from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
-from laplace_sampling.linear_model.tangent_model import observe
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 

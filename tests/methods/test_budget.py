@@ -16,7 +16,7 @@ from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.methods import problem as budgets
 from laplace_sampling.methods.closed_form import Factored
 from laplace_sampling.methods.problem import Budget, Strict
-from laplace_sampling.networks.resources import Operations
+from laplace_sampling.networks.memory import Operations
 
 COST = Cost(jvp=2.0, vjp=3.0, gradient=4.0)
 

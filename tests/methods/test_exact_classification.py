@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from laplace_sampling import ConvergenceWarning, Evidence, Likelihood, LinearisedLaplace
 from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.linear_model.linear_model import TangentModel
 
 # N·C is less than P.
 NAMES = ["classification", "conv_batch_norm", "layer_norm", "attention", "binary", "multi_label"]
@@ -277,7 +277,7 @@ from torch import nn
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.methods.closed_form import Exact
 from laplace_sampling.methods.closed_form import ObservationSpaceFit
-from laplace_sampling.gp import gram
+from laplace_sampling.gp import posterior as gram
 for function in (gram.gram.__wrapped__, gram.cross_gram, gram.gram_blocks):
     function.__kwdefaults__["block_bytes"] = 2**22
 torch.manual_seed(0)

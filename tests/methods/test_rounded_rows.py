@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.features import DenseFeatures, features_at
 from laplace_sampling.methods.closed_form import MOST_LOST, lost_by_rows
 from laplace_sampling.networks.linearisation import Linearisation
 

@@ -9,9 +9,9 @@ from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.linear_model.cost import rows_in_memory
-from laplace_sampling.networks import batching
-from laplace_sampling.networks.batching import Batching
+from laplace_sampling.networks import memory as batching
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.memory import Batching
 
 
 def random(*shape: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.func import jvp, vmap
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from laplace_sampling.networks.derivative_rules import ComposedLayers
+from laplace_sampling.networks.derivatives import ComposedLayers
 from laplace_sampling.networks.linearisation import Linearisation
 
 Shape = tuple[int, ...]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import batched, num_rows
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
+from laplace_sampling.networks.consistency import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 
 

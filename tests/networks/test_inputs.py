@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from laplace_sampling import SGD, Categorical, Data, LinearisedLaplace
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.linear_model import tangent_model
+from laplace_sampling.linear_model import linear_model as tangent_model
 
 generator = torch.Generator().manual_seed(0)
 A = torch.randn(9, 2, generator=generator, dtype=torch.float64)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.memory import Batching
 
 
 def random(*shape: int) -> Tensor:

@@ -19,9 +19,9 @@ from torch.testing import assert_close
 from laplace_sampling.data.batches import batched
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.networks.consistency import check_consistency
-from laplace_sampling.networks.derivative_rules import forward_mode_kernels
+from laplace_sampling.networks.derivatives import forward_mode_kernels
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.resources import TensorBytes
+from laplace_sampling.networks.memory import TensorBytes
 
 _SAID = {
     "a custom `autograd.Function` without `jvp`": "has no forward derivative; two reverse passes are taken instead",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_sampling.networks.resources import Operations, TensorBytes
+from laplace_sampling.networks.memory import Operations, TensorBytes
 
 
 def test_views_are_no_new_tensors() -> None:

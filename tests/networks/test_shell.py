@@ -15,8 +15,7 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.data.batches import read
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import precisions, solving, users_precision
-from laplace_sampling.solvers.basis import Basis
-from laplace_sampling.solvers.krylov import BlockKrylov
+from laplace_sampling.solvers.krylov import Basis, BlockKrylov
 
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] * X[:, 1] > 0).long()

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from laplace_sampling import Data, LinearisedLaplace, largest_variance
 from laplace_sampling.linear_model.priors.as_prior import as_prior
-from laplace_sampling.networks.batching import Batching
-from laplace_sampling.networks.subnetwork import Subnetwork
+from laplace_sampling.networks.memory import Batching
+from laplace_sampling.networks.random_weights import Subnetwork
 
 
 def chosen(case: Case, share: float = 0.4) -> tuple[dict[str, Tensor], Tensor]:
@@ -29,7 +29,7 @@ def random(*shape: int) -> Tensor:
 
 @covering(indirect=["case"], case=CASES, chunk_size=[1, 16])
 def test_products_are_those_of_some_columns_of_the_jacobian(case: Case, chunk_size: int, monkeypatch) -> None:
-    monkeypatch.setattr("laplace_sampling.networks.subnetwork.NUMBERS_TOGETHER", 50)
+    monkeypatch.setattr("laplace_sampling.networks.random_weights.NUMBERS_TOGETHER", 50)
     masks, index = chosen(case)
     monkeypatch.setattr(Batching, "chunk_size", chunk_size)
     network = Subnetwork(case.model, masks)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling.export.program import tangent_program
-from laplace_sampling.networks.derivative_rules import forward_mode_kernels
+from laplace_sampling.networks.derivatives import forward_mode_kernels
 
 K = 3
 

@@ -13,7 +13,7 @@ from laplace_sampling.arguments import (
     check_whole,
     refuse_class,
 )
-from laplace_sampling.networks.resources import TensorBytes
+from laplace_sampling.networks.memory import TensorBytes
 
 
 def test_whole_numbers() -> None:

@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 from laplace_sampling.curvature.kronecker import restored_curvature
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.linear_model.ggn import GGN, HeldCurvature
-from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.solvers.dense_curvature import DenseCurvature
+from laplace_sampling.solvers.dense import DenseCurvature
 from laplace_sampling.solvers.lapack import sum_of_squares
 
 P = 7

@@ -7,9 +7,8 @@ from quadratics import classification, exact, spectral, true_error
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.solvers.basis import Basis
 from laplace_sampling.solvers.dense import Dense
-from laplace_sampling.solvers.krylov import CG, BlockKrylov
+from laplace_sampling.solvers.krylov import CG, Basis, BlockKrylov
 from laplace_sampling.solvers.newton import newton
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.preconditioners import Jacobi, Nystrom

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from laplace_sampling.solvers.progress import progress_bar
+from laplace_sampling.solvers.solver import progress_bar
 
 
 class Terminal(io.StringIO):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.data.batches import arguments, num_rows, place, take
-from laplace_sampling.networks.derivative_rules import forward_mode_kernels
+from laplace_sampling.networks.derivatives import forward_mode_kernels
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.shell import Shell
 
