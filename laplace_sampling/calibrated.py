@@ -1,6 +1,6 @@
 """What data say of predictions: the scale of a posterior, and scores for conformal prediction.
 
-What the training data say of a fitted posterior: whether error bars are too wide to be of use.
+`OnTrainingData` is what the training data say: whether error bars are too wide to be of use.
 """
 
 import math

@@ -1,6 +1,6 @@
 """`Posterior`: all that predictions need of a fit.
 
-`Fitted`: what a fit leaves in a `LinearisedLaplace`, and from which the next fit may start.
+`Fitted` is what a fit leaves in a `LinearisedLaplace`, and from which the next fit may start.
 """
 
 import warnings

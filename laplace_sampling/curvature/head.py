@@ -10,13 +10,12 @@ diagonal of `M` in these coordinates,
 
     M̂ = (U ⊗ V) diag(Λ) (U ⊗ V)ᵀ,     Λ = Σ_i diag(Uᵀ B_i U) ⊗ (Vᵀ h_i)²,
 
-as `kfac.py` (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis"), but
-with exact sums over all outputs in place of random ones.
+as `curvature.kronecker` (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored
+eigenbasis"), but with exact sums over all outputs in place of random ones.
 
-Covariances of the outputs of a linear last layer, for many prior precisions at once, from its inputs.
-
-With `φ = I ⊗ hᵀ` the rows of `Φ` are mostly zeros, and are not formed. Of `M = Q diag(λ) Qᵀ` one rotation of `h` serves
-all shifts, `R_i = φ_i Q`, `V_i(s) = R_i diag(1/(λ + s)) R_iᵀ`; of a Kronecker product with eigenvectors `U ⊗ V`
+Covariances of its outputs are computed for many prior precisions at once. With `φ = I ⊗ hᵀ` the rows of `Φ` are mostly
+zeros, and are not formed. Of `M = Q diag(λ) Qᵀ` one rotation of `h` serves all shifts, `R_i = φ_i Q`, `V_i(s) = R_i
+diag(1/(λ + s)) R_iᵀ`; of a Kronecker product with eigenvectors `U ⊗ V`
 
     V_i(s) = U diag(Σ_n (Vᵀh_i)²_n / (Λ_mn + s)) Uᵀ,
 

@@ -1,21 +1,17 @@
-r"""Sums over data of what the gradients `D_i`, `[m, k]`, of a layer's weights say of the curvature.
+r"""Eigenvalue-corrected Kronecker factors (EKFAC): `M̂ = (U_G ⊗ U_A) diag(Λ) (U_G ⊗ U_A)ᵀ` for the weights of a layer,
+in whose eigenvectors every function of `M̂ + s I` is elementwise.
 
-With a random output `φ_iᵀ L z_i` of each datum, `E[z zᵀ] = I`, a layer's block of `M` is `E[Σ_i vec(D_i) vec(D_i)ᵀ]`.
-Its partial traces, and its diagonal in the Kronecker product of two bases, are sums over the same gradients:
+With the gradients `D_i`, `[m, k]`, of a layer's weights along a random output `φ_iᵀ L z_i` of each datum, `E[z zᵀ] =
+I`, a layer's block of `M` is `E[Σ_i vec(D_i) vec(D_i)ᵀ]`. Its partial traces, and its diagonal in the Kronecker product
+of two bases, are sums over the same gradients:
 
     G = Σ_i D_i D_iᵀ,        A = Σ_i D_iᵀ D_i,        Λ = Σ_i (U_Gᵀ D_i U_A)².
 
 The places at which a layer uses its weights are summed within `D_i`, not taken as data of their own.
 
-Eigenvalue-corrected Kronecker factors as a matrix: `M̂ = (U_G ⊗ U_A) diag(Λ) (U_G ⊗ U_A)ᵀ` for each layer.
-
-`kfac.py` computes them. In these eigenvectors every function of `M̂ + s I` is elementwise.
-
-Eigenvalue-corrected Kronecker factors (EKFAC): `M̂ = (U_G ⊗ U_A) diag(Λ) (U_G ⊗ U_A)ᵀ` for the weights of a layer.
-
 The eigenvectors are those of the partial traces `G` and `A` of the layer's block of `M`; `Λ` is the diagonal of that
 block in their basis (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored
-eigenbasis"; `layer_curvature` has the formulas). One pass over some of the data finds the eigenvectors, one over all
+eigenbasis"). One pass over some of the data finds the eigenvectors, one over all
 finds `Λ`. Each takes a forward pass of a datum, and a VJP for each random output `L z_i` that stands for all outputs:
 sums of squares of these are unbiased, and over many data they average out.
 

@@ -12,13 +12,12 @@ Which rows are drawn is all that is random. Random combinations `φ_iᵀL_i z` o
 error, and one that a part shares with its half where a datum has weight one: of classifiers that are sure of most data
 the few others, which decide, are in both, and comparing the two would say next to nothing of the error.
 
-How large a part of the data has to be: rows are doubled until predicted standard deviations stay where they are.
+Rows are doubled until predicted standard deviations stay where they are. A part and its half have the same draws. They
+are compared at random rows `r_i = φ_iᵀL_iz_i` of a few hundred training data, whose variance `r_i(M̂ + α)⁻¹r_iᵀ` is
+that of a random combination of outputs, weighted by `B`: with `σ` of the part and `σ'` of its half, the change is `‖σ'
+− σ‖/‖σ‖`.
 
-A part and its half have the same draws. They are compared at random rows `r_i = φ_iᵀL_iz_i` of a few hundred training
-data, whose variance `r_i(M̂ + α)⁻¹r_iᵀ` is that of a random combination of outputs, weighted by `B`: with `σ` of the
-part and `σ'` of its half, the change is `‖σ' − σ‖/‖σ‖`.
-
-Samples of the posterior of a sketch, and one sketch for all precisions and noise levels of a fit.
+`SketchSampler` draws samples of the posterior of a part.
 """
 
 import math

@@ -4,16 +4,12 @@ Frozen noise belongs to a datum, and solvers choose mini-batches, so data are fe
 index. The loader gives its batch size (what fits in memory), its sampler (which data) and its `collate_fn`. A stream
 has no index but its order, which must repeat.
 
-Random state of the user: training goes on after a fit, bit for bit, as it would have without one.
+Training goes on after a fit, bit for bit, as it would have without one. But a shuffled loader draws from torch's global
+generator or from one of its own, and samplers draw from numpy's or python's, or change lists of their own. So data are
+read by a copy of the loader's samplers (`private_loader`) and in global states of their own (`PrivateRandomness`).
 
-A shuffled loader draws from torch's global generator or from one of its own, and samplers draw from numpy's or
-python's, or change lists of their own. So data are read by a copy of the loader's samplers (`private_loader`) and in
-global states of their own (`PrivateRandomness`).
-
-Where training data come from: a dataset, which is read by index, or a stream, whose order must repeat.
-
-Of several processes each reads its own part of a dataset; a stream is read whole by all of them.
-"""
+A `Source` is a dataset, which is read by index, or a stream, whose order must repeat. Of several processes each reads
+its own part of a dataset; a stream is read whole by all of them."""
 
 import copy
 import math

@@ -3,7 +3,7 @@
 `torch.export` takes the network apart; its operations are called one by one with tangents (`networks.tangents`),
 and the result is exported again: `(w̄, ζ, x) ↦ f(w̄, x), φ(x) ζ_k`, whatever the size of a batch.
 
-A last layer with error bars: the rest of the network runs once, and one product of matrices gives all samples.
+Of a last layer (`HeadProgram`) the rest of the network runs once, and one product of matrices gives all samples.
 """
 
 import warnings

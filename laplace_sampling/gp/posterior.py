@@ -11,11 +11,9 @@ ch. 2 and 3; thesis eq. 2.16 to 2.19). `B` may be singular, as it is for the sof
 
 A regression is quadratic: its mode is one step of Newton's method. All numbers are in float64.
 
-The Gram matrix `K = Φ A⁻¹ Φᵀ` of the tangent kernel, `[N·C, N·C]`, in float64 and in blocks of rows.
-
-Row `(i, c)` is output `c` of datum `i`; the outputs of a datum are adjacent. The Jacobian is never held in full: a
-block of its rows is multiplied with the others, which are computed again for every block.
-"""
+`gram` computes `K = Φ A⁻¹ Φᵀ`, `[N·C, N·C]`, in blocks of rows. Row `(i, c)` is output `c` of datum `i`; the outputs of
+a datum are adjacent. The Jacobian is never held in full: a block of its rows is multiplied with the others, which are
+computed again for every block."""
 
 import math
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """`Hyperparameters`: the precisions of prior and noise that a fit ends with, and how they were found, step by step.
 
-Bounds within which prior and noise precisions are kept, and what it means that one of them ended there.
+They are kept within bounds, and `AtBounds` says what it means that one of them ended there.
 """
 
 import math

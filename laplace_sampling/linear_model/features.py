@@ -2,13 +2,12 @@
 
 A mini-batch is a tensor of data indices; `None` means all data. Sums are over the data of the batch, unscaled.
 
-`DatumRows`: the gradient of each datum, one row each, factored where a layer uses its weights once a datum.
+`DatumRows` are the gradients of each datum, factored where a layer uses its weights once. The gradient of a linear
+layer's weights at a datum is an outer product, `D_i = g_i a_iᵀ`, so that two rows have the product `⟨D_i, D_j⟩ =
+(g_iᵀg_j)(a_iᵀa_j)`: `m + k` multiplications instead of `mk`. Those of other layers, as convolutions and normalisations,
+are formed.
 
-The gradient of a linear layer's weights at a datum is an outer product, `D_i = g_i a_iᵀ`, so that two rows have the
-product `⟨D_i, D_j⟩ = (g_iᵀg_j)(a_iᵀa_j)`: `m + k` multiplications instead of `mk`. Those of other layers, as
-convolutions and normalisations, are formed.
-
-The features `Φ` of a network, by forward- and reverse-mode products.
+`NetworkFeatures` are those of a network, by forward- and reverse-mode products.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """The linear model of a network on its training data, and the mode of its posterior.
 
-`TangentModel`: the linear model of a network on training data, and what it comes from.
+A `TangentModel` is the linear model with the network and the data that it comes from.
 """
 
 from collections.abc import Callable, Iterable

@@ -14,13 +14,12 @@ error is no longer zero: with `r` the last residual, `‖e‖_H = ‖r‖_{H⁻�
 so `‖e‖_H ≤ 2ε ‖Φζ‖_B` holds for all directions. Solvers by mini-batches, whose `ε` is the largest, always make steps
 from a warm start, also where it passes.
 
-**What is claimed.** The standard deviations `σ̂` of the training outputs, `σ̂ᵢ² = Σ_k (φᵢζ̂_k)²/K`, differ from those of
-the exact samples of the same draws by `τ` of them: as root mean squares over the training outputs, weighted by `B`, and
-up to the chance of `K` samples. `ε` is a bound for each sample (`solvers.solver.function_error`), whatever chance does:
-with it alone, the difference is at most `ε`. A single output, and one far from the data, can differ by more. Krylov
-solvers, for which accuracy is cheap, take `ε = 2τ`; `SGD` takes the largest `ε` with `ε²/2 + ε/√K ≤ τ`
-(`largest_error`); `SVRG` takes `ε² = 2τ/3` of an estimate.
-"""
+**What is claimed.** The standard deviations `σ̂` of the training outputs, `σ̂ᵢ² = Σ_k (φᵢζ̂_k)²/K`, differ from those
+of the exact samples of the same draws by `τ` of them: as root mean squares over the training outputs, weighted by `B`,
+and up to the chance of `K` samples. `ε` is a bound for each sample (`solvers.solver.function_error`), whatever chance
+does: with it alone, the difference is at most `ε`. A single output, and one far from the data, can differ by more.
+Krylov solvers, for which accuracy is cheap, take `ε = 2τ`; `SGD` takes the largest `ε` with `ε²/2 + ε/√K ≤ τ`
+(`largest_error`); `SVRG` takes `ε² = 2τ/3` of an estimate."""
 
 import math
 import time

@@ -3,10 +3,8 @@
 torch has derivatives that are wrong, and nothing says so. Forward mode is compared with reverse mode, and again in
 float64 before an error is raised: a unit of almost no input may be on in one pass and off in another.
 
-Whether a network computes what it computed at the fit: weights and buffers do not tell, as one activation for
-another leaves them as they are.
-
-`FunctionFingerprint` runs the network on a few data; `load` compares it.
+A `FunctionFingerprint` says whether a network computes what it computed at the fit, on a few data; `load` compares it.
+Weights and buffers do not tell: another activation leaves them as they are.
 """
 
 import math

@@ -3,8 +3,8 @@
 Four things are not as a Jacobian product needs them in torch:
 
 - Some layers have no forward derivative (fused attention, recurrent layers on oneDNN and cuDNN, fused weight
-  normalisation, embedding bags), or two derivatives that are not the same. The functions of `elementary_layers` take
-  their places, also of `torch.cond` and its like.
+  normalisation, embedding bags), or two derivatives that are not the same. The functions in
+  `ELEMENTARY_LAYERS` take their places, also of `torch.cond` and its like: each has the arguments of the one of torch.
 - Forward derivatives pass through `torch.no_grad()`, where reverse ones stop. Here both stop, else the two products
   would not be adjoint.
 - Reentrant checkpoints and the weights that a product gives to a module know nothing of each other: see
@@ -13,15 +13,9 @@ Four things are not as a Jacobian product needs them in torch:
   inputs and weights that are not random. That is a third of the forward derivative of a frozen layer, of the first
   layer, and of one that takes the adjacency matrix of a graph. The rules of this file leave these products out.
 
-Networks that branch on values of a datum, under `vmap` over the data: those that take the same branch go together.
-
-torch has no value for a question such as `if mask.all()` of many data at once. Where the answer is the same for all, it
-is given; where it is not, the data are shared out by their answers, each part is computed by itself, and asked again
-at the next branch.
-
-Layers from elementary operations, whose kernels in torch lack a derivative or have a wrong one.
-
-Each function has the arguments of the one of torch whose place it takes; `ELEMENTARY_LAYERS` says which.
+`by_branch` is for networks that branch on values of a datum, under `vmap` over the data. torch has no value for a
+question such as `if mask.all()` of many data at once. Where the answer is the same for all, it is given; where it is
+not, the data are shared out by their answers, each part is computed by itself, and asked again at the next branch.
 """
 
 import inspect

@@ -3,17 +3,17 @@
 Everything above this room sees a network only through :class:`Linearisation`: `φ(x) = ∂f(w, x)/∂w` at the trained
 weights `w̄` is applied, never formed; only `jacobian`, for small problems, forms it.
 
-A product passes these policies, each in a file of its own:
+A product passes these files:
 
-- `shell`: the network as a function of its random weights, on a private copy (`private_copy`); other threads and
-  Ctrl-C wait for one product (`solving`).
-- `batching`: how many data and vectors go through it at once.
-- `jacobian_products`: the ways of differentiating, of which the first that works is taken.
-- `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.
+- `shell`: the network as a function of its random weights, on a private copy; other threads and Ctrl-C wait for one
+  product (`solving`).
+- `memory`: how many data and vectors go through it at once.
+- `products`: the ways of differentiating, of which the first that works is taken.
+- `derivatives`: derivatives that torch lacks or has wrong.
 - `consistency`: comparisons of forward with reverse mode, and of both with the module itself, which find an operation
   whose forward derivative is wrong.
 
-The module that is linearised, inside its wrappers, and which of its parameters are random.
+`select` finds the module inside its wrappers, and which of its parameters are random.
 """
 
 import copy

@@ -8,7 +8,7 @@ Two limits act on a product, and `Batching` holds both:
 The second comes from the sizes of the tensors of one forward pass, which are counted and not timed: a choice by
 measured seconds would differ on a busy machine, and the same seed would then give other numbers.
 
-What computations take: operations and bytes of tensors, which are counted, and memory, which is free or not.
+`Operations` and `TensorBytes` count what a computation takes, and `free_memory` says what is left.
 """
 
 import os

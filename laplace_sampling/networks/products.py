@@ -4,13 +4,10 @@ JVPs of many vectors are tried with stacked tangents, then under `vmap`, then on
 the derivative of `u ↦ φᵀu`, which is linear, in `u`: two reverse passes. A way that failed is not tried again, and a
 notice says so once. There is none for stacked tangents, which are not much faster where they fail.
 
-When two results are the same up to rounding.
-
-Forward mode of many vectors in one pass: tensors that carry the tangents of all vectors as one tensor.
-
-`vmap` of `jvp` goes through two interpreters of functorch for each operation, and copies each tangent that is a part of
-a larger tensor, as those of samples `[K, P]` are. Here the operations that small networks consist of have rules of
-their own: one kernel for the value, and one for all tangents.
+A stacked tangent is a tensor that carries the tangents of all vectors as one tensor. `vmap` of `jvp` goes through two
+interpreters of functorch for each operation, and copies each tangent that is a part of a larger tensor, as those of
+samples `[K, P]` are. Here the operations that small networks consist of have rules of their own: one kernel for the
+value, and one for all tangents.
 
 A network that calls anything else is left to `jvp`: with one operation after the other by `vmap` of `jvp`, vision
 transformers and MobileNets took 1.5 of its time. A tensor can also lose its tangents where a network hides an operation

@@ -1,6 +1,6 @@
 """What `parameters=` takes, and the network with these weights random.
 
-Some weights of a network, down to single elements of its tensors, in a flat vector of their own.
+A `Subnetwork` has some weights of a network, down to single elements of its tensors, in a flat vector of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence

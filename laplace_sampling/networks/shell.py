@@ -5,7 +5,6 @@ own (`private_copy`). So the user's module is never entered, and what is compute
 whatever becomes of the module. Weights are put into the copy for the time of a call, also into its lists and
 dictionaries.
 
-`private_copy`: the structure of a module once more, with weights that may be in the memory of others.
 """
 
 import copy

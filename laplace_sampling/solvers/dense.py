@@ -1,9 +1,7 @@
 """Dense algebra in float64: exact, for small problems.
 
-Dense curvature, `M` itself by its eigenvectors: exact, where weights are few and data many.
-
-`M = Σᵢ φᵢᵀ Bᵢ φᵢ` is a sum over data, so one pass over blocks of their rows gives it, and no Jacobian is held.
-"""
+`DenseCurvature` is `M` itself by its eigenvectors, where weights are few and data many. `M = Σᵢ φᵢᵀ Bᵢ φᵢ` is a sum
+over data, so one pass over blocks of their rows gives it, and no Jacobian is held."""
 
 from dataclasses import dataclass
 

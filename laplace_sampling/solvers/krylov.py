@@ -4,7 +4,7 @@ A block of residuals of all `K` rows is multiplied at a time, and each product s
 products the subspace has up to `jK` dimensions, so that a row of many needs fewer products than a row alone. `M` does
 not depend on the shift `α`, so that a basis serves all shifts.
 
-An orthonormal basis of a Krylov space, with the products of its vectors.
+A `Basis` of a Krylov space is orthonormal, and holds the products of its vectors.
 """
 
 from dataclasses import dataclass

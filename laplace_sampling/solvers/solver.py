@@ -7,7 +7,7 @@ Both run in coordinates in which the prior is (nearly) isotropic. Iterates are `
 of `A⁻¹Φᵀ`, so that directions which the data do not determine are exact from the start, also after `A` and `θ⁰` were
 rescaled.
 
-Progress bars: the one place that makes them.
+`progress_bar` makes all progress bars.
 """
 
 from abc import ABC, abstractmethod
