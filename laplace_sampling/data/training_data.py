@@ -9,7 +9,8 @@ generator or from one of its own, and samplers draw from numpy's or python's, or
 read by a copy of the loader's samplers (`private_loader`) and in global states of their own (`PrivateRandomness`).
 
 A `Source` is a dataset, which is read by index, or a stream, whose order must repeat. Of several processes each reads
-its own part of a dataset; a stream is read whole by all of them."""
+its own part of a dataset; a stream is read whole by all of them.
+"""
 
 import copy
 import math

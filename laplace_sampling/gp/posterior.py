@@ -13,7 +13,8 @@ A regression is quadratic: its mode is one step of Newton's method. All numbers 
 
 `gram` computes `K = Φ A⁻¹ Φᵀ`, `[N·C, N·C]`, in blocks of rows. Row `(i, c)` is output `c` of datum `i`; the outputs of
 a datum are adjacent. The Jacobian is never held in full: a block of its rows is multiplied with the others, which are
-computed again for every block."""
+computed again for every block.
+"""
 
 import math
 from collections.abc import Iterator

@@ -19,7 +19,8 @@ of the exact samples of the same draws by `τ` of them: as root mean squares ove
 and up to the chance of `K` samples. `ε` is a bound for each sample (`solvers.solver.function_error`), whatever chance
 does: with it alone, the difference is at most `ε`. A single output, and one far from the data, can differ by more.
 Krylov solvers, for which accuracy is cheap, take `ε = 2τ`; `SGD` takes the largest `ε` with `ε²/2 + ε/√K ≤ τ`
-(`largest_error`); `SVRG` takes `ε² = 2τ/3` of an estimate."""
+(`largest_error`); `SVRG` takes `ε² = 2τ/3` of an estimate.
+"""
 
 import math
 import time

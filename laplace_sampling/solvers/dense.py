@@ -1,7 +1,8 @@
 """Dense algebra in float64: exact, for small problems.
 
 `DenseCurvature` is `M` itself by its eigenvectors, where weights are few and data many. `M = Σᵢ φᵢᵀ Bᵢ φᵢ` is a sum
-over data, so one pass over blocks of their rows gives it, and no Jacobian is held."""
+over data, so one pass over blocks of their rows gives it, and no Jacobian is held.
+"""
 
 from dataclasses import dataclass
 
