@@ -169,13 +169,15 @@ class LinearisedLaplace:
 
                 - `"validation"`, if there is a `val_loader`: `α` together with a temperature or the noise. It takes the
                   widest error bars that hardly make the validation data less likely.
-                - `"leave_one_out"` for classifications with one label for each datum, ten data of each class and at
-                  most 100 classes; `"self_consistency"` for other labels and for counts.
+                - `"leave_one_out"` for classifications with one label for each datum, at most 100 classes, and at least
+                  ten data a class on average; `"self_consistency"` for other labels and for counts.
                 - `"evidence"` for everything else, and for priors of several precisions. With `method="kfac"` or
                   `"diagonal"` a regression takes the evidence of the network's own weights.
 
                 The evidence of a classification may give error bars that are too wide. A `CalibrationWarning` says so.
-            budget: iterations stop after this many training epochs, counted in operations (`plan`). `None` is no limit.
+            budget: iterations stop after this many training epochs, counted in operations (`plan`). The first 10¹⁰
+                operations, a second or so, are never refused, so that small problems take more epochs. `None` is no
+                limit.
             tolerance: `τ`, the relative error of predicted standard deviations, beside the noise `1/√(2K)` of `K`
                 samples. Where the prior decides, they are proportional to `α^{-1/2}`. So the search for `log α` (and
                 `log b`) stops when a step or its standard error is below `2τ`. Samples are solved for to the same `τ`.
@@ -572,15 +574,16 @@ class LinearisedLaplace:
 
     @solver_call
     def leave_one_out(self) -> LeaveOneOut:
-        r"""Each training datum predicted from all others, noise included, at the fitted hyperparameters.
+        r"""Each training datum predicted from all others by the *linear model*, at the fitted hyperparameters.
 
-        `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum that have a target. `mean` and
-        `covariance` are those of the *linear model*, in the units of the targets. They come from the decomposition of
-        an exact fit, without another fit (Rasmussen & Williams 2006, eq. 5.10–5.12). Weights and features stay those of
-        all data.
+        `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum that have a target. For a
+        Gaussian likelihood `mean` and `covariance` are those of the targets, in their units and with noise (Rasmussen &
+        Williams 2006, eq. 5.10–5.12). For any other they are those of the outputs, such as logits, after a Newton step
+        (`predictions.leave_one_out`). Both come from the covariance of the fit, without another fit. Weights and
+        features stay those of all data.
 
         Raises:
-            ValueError: if the fit is not by the exact method.
+            ValueError: if the fit is neither exact nor that of a linear last layer whose closed form is exact.
         """
         return leave_one_out_of(*self._with_data("leave_one_out"), self.settings)
 

@@ -391,7 +391,7 @@ class _Basis:
         return partial(_only_squares, left=left, right=right)
 
     def block(self, sums: tuple[Tensor, ...]) -> KroneckerBlock:
-        """The block of the layer."""
+        """The block of the layer, from sums over the data by the function `sums`."""
         if self.vectors is not None:
             return KroneckerBlock(self.layer.index, *self.vectors, sums[0])
         # With one row the partial trace over it is the block itself.

@@ -245,7 +245,7 @@ class Sketch:
 
     @property
     def spectrum(self) -> Float[Tensor, " m"]:
-        """The eigenvalues that may not be zero, rising."""
+        """The eigenvalues of `M̂` in the span of the rows, in ascending order; all others are zero."""
         return self._eigen[0]
 
     def project(self, v: Float[Tensor, "n P"]) -> Float[Tensor, "n m"]:

@@ -218,7 +218,7 @@ class Growth:
 
     @property
     def spare_bytes(self) -> float:
-        """Memory that the rows leave once no more are made."""
+        """Bytes that are set aside for probes and temporary rows, and are free once no more rows are made."""
         return self.bytes_ * (_OF_PROBES + 2 * _OF_CHUNK)
 
     def without_rows(self) -> "Growth":
@@ -245,7 +245,7 @@ class Growth:
         return self.num_rows if limit < double else double
 
     def sketch(self, num_rows: int) -> Sketch:
-        """The sketch of so many rows, more than before, which is kept together with the one before it."""
+        """Returns the sketch of the first `num_rows` rows, more than the last one had; `made` keeps these two."""
         weights = self.sequence.weights(num_rows)
         self._extend(num_rows)
         if num_rows <= self.size:

@@ -66,7 +66,8 @@ class Evidence(Criterion):
         precision_bounds: bounds of the prior precision `α`.
         noise_bounds: bounds of the noise precision of a regression.
         max_steps: the largest number of steps. A `ConvergenceWarning` says if they were not enough.
-        num_samples: samples during EM, where a method needs it; `γ` has a relative error of about `√(2/(Kγ))`.
+        num_samples: the number `K` of samples in EM, for methods that search by EM. The effective dimension `γ` then
+            has a relative error of about `√(2/(Kγ))`.
     """
 
     name = "evidence"
@@ -90,8 +91,8 @@ class Evidence(Criterion):
 class LeftOutLabels(Criterion):
     """The widest error bars that cost the training labels no more than errors on left-out labels warrant.
 
-    It takes the smallest prior precision of this kind. It is for one label for each datum, with at most 100 classes and
-    ten data of each (`hyperparameters.rules`).
+    It takes the smallest prior precision of this kind. It is for one label for each datum, at most 100 classes, and at
+    least ten data a class on average (`hyperparameters.rules`).
 
     Args:
         precision_bounds: bounds of the prior precision `α`.

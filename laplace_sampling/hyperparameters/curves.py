@@ -166,13 +166,15 @@ class EvidencePath:
 class EvidenceCurves:
     """Curves over the prior precision, each `[n]`, in float64 on the CPU; logarithms are natural, sums over the data.
 
+    The standard errors are in the fields of the same names with `_se` behind them.
+
     Attributes:
         prior_precision: `α`.
-        effective_dimension: `γ(α)`, and its standard error.
-        mode_norm: `‖θ̄(α)‖²` in the scaled coordinates of the prior.
-        log_determinant: `log|I + M/α|`, and its standard error.
-        data_fit: `Σ_i ℓ(y_i, h(θ̄(α), x_i))`.
-        log_marginal_likelihood: `log p(y | α)`, and its standard error.
+        effective_dimension: `γ(α)`.
+        mode_norm: `‖θ̄(α)‖²` in coordinates in which the prior has the one precision `α`.
+        log_determinant: `log|I + M/α|`, with the curvature `M` of the losses in the same coordinates.
+        data_fit: `Σ_i ℓ(y_i, h(θ̄(α), x_i))`, the negative log-likelihood of the targets: smaller is better.
+        log_marginal_likelihood: `log p(y | α)`.
         at: the fitted `α`.
     """
 

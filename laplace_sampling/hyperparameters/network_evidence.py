@@ -102,9 +102,10 @@ def best_network_evidence(
     weights: Float[Tensor, " P"],
     traces_of: Callable[[GaussianPrior], Traces],
 ) -> tuple[float, MarginalLikelihood]:
-    """The prior precision of largest evidence over the precisions of prior and noise, and the evidence there.
+    """The prior precision of largest evidence of the network, with the noise precision that is best, and the evidence.
 
-    Several precisions of a prior keep their ratios; several of the noise keep their values.
+    Several precisions of a prior keep their ratios: the number is their geometric mean over the weights. A noise
+    precision keeps its value if it is not learnt, or if there are several.
 
     Args:
         model: the linear model on the training data.

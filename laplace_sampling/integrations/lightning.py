@@ -31,9 +31,9 @@ class LaplaceCallback(Callback):
 
     Metrics are logged with `laplace_` before their names. `ModelCheckpoint(save_on_train_epoch_end=True)` and
     `EarlyStopping(check_on_train_epoch_end=True)` may monitor them. Lightning's checkpoints contain the state of the
-    callback, so that a resumed training continues from its last fit, with any number of processes. Every other training
-    begins anew. Several processes fit together: they share out the data, all have the result, and the first one logs
-    it.
+    callback, so that a resumed training continues from its last fit, with any number of processes. Any other training
+    that starts at step 0 forgets earlier fits. Several processes fit together: they share out the data, all have the
+    result, and the first one logs it.
 
     Args:
         likelihood: as in `LinearisedLaplace`.

@@ -75,7 +75,7 @@ class Likelihood(ABC):
     def diagonal_and_vector(
         self, f: Float[Tensor, "N C"], y: Tensor | None = None
     ) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"]] | None:
-        """`d` and `v` where the curvature is `B = diag(d) − v vᵀ`, so that sums over data take no `[N, C, C]`."""
+        """`d` and `v` of `B = diag(d) − v vᵀ`, by which sums over data take no `[N, C, C]`; `None` if not given."""
         return None
 
     @abstractmethod

@@ -193,7 +193,7 @@ class Features(ABC):
 
     @abstractmethod
     def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
-        """`φ_i` as dense rows: for methods that hold the Jacobian, or a part of it."""
+        """`φ_i` of the data of a batch, all its numbers: for methods that hold the Jacobian, or a part of it."""
 
     def chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
         """The indices of a batch, by default of all data, in parts of at most `batch_size`."""

@@ -504,7 +504,7 @@ class Subset(Method):
         return method
 
     def is_held(self, problem: Problem, cost: Cost) -> bool:
-        """Whether memory holds a part that is large enough to choose a precision by."""
+        """Whether memory holds the samples and enough rows of the data to choose a prior precision by."""
         features, memory = problem.features, problem.memory_of(self.max_memory)
         few = min(_PILOT, self.most_rows(features))
         needed = bytes_of_rows(few, features.size, features.dtype.itemsize)

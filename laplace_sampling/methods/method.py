@@ -309,7 +309,7 @@ class Fit:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a saved posterior keeps besides samples."""
+        """Tensors that covariances in closed form take, for a saved posterior; none if the samples are all it has."""
         return {}
 
     @property
@@ -520,7 +520,7 @@ class Method(ABC):
         return Choice(self, self)
 
     def predicted(self, problem: Problem, cost: Cost) -> Estimate:
-        """What a fit with its hyperparameters takes, to a factor of two or so."""
+        """Operations and memory that a fit and its search for hyperparameters take, to a factor of two or so."""
         return Estimate(0.0, self.needs(problem) * problem.memory_of(self.max_memory).vector)
 
     def within(self, problem: Problem, cost: Cost) -> "Method":
@@ -532,7 +532,7 @@ class Method(ABC):
         return choice
 
     def is_held(self, problem: Problem, cost: Cost) -> bool:
-        """Whether memory holds a posterior that is better than the next one of the ladder."""
+        """Whether memory is enough for a posterior that is better than that of the next candidate of `Auto`."""
         return True
 
     def needs(self, problem: Problem) -> float:
@@ -566,7 +566,7 @@ class Method(ABC):
         return self.task(problem, choice, problem.tangent.with_offset())
 
     def task(self, problem: Problem, choice: Choice, model: LinearModel, prior: GaussianPrior | None = None) -> Task:
-        """A task on this form of the linear model, with a given prior or that of the problem."""
+        """The problem as a task of this method on a linear model; without a prior it takes that of the problem."""
         memory = problem.memory_of(self.max_memory)
         return Task(
             **vars(problem),
@@ -644,7 +644,7 @@ class Method(ABC):
         return max(1, int(room / self.stacks))
 
     def em_rows(self, solver: Solver, memory: Memory, num_samples: int, in_em: int) -> int:
-        """The samples of EM to solve for together: as many as memory holds beside what EM keeps of each."""
+        """How many of the `in_em` samples of EM to solve for together: as many as fit beside what EM keeps of each."""
         return min(in_em, self.rows(memory, num_samples, self._EM_STACKS * in_em))
 
     def tune_by_em(self, task: Task, solver: Solver) -> Hyperparameters:

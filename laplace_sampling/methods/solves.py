@@ -150,11 +150,11 @@ class Krylov(Solves):
 
 @dataclass(frozen=True, kw_only=True)
 class Stochastic(Solves):
-    """Mini-batch gradients: the number of steps, not that of passes, stays fixed as `N` grows.
+    """Mini-batch gradients, for data so many that each pass over them counts.
 
     Args:
         solver: `SVRG(...)`, preconditioned mini-batches, which need memory and a few passes; or `SGD(...)`, plain ones.
-            By default the first, if its preconditioner fits in memory and saves operations.
+            By default the first, if memory holds a preconditioner of rank 64.
     """
 
     # Vectors held for each of the rank of SVRG's preconditioner: four rows of data, their factor, and what a product
@@ -258,12 +258,16 @@ def largest_error(tolerance: float, num_samples: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Dual(Solves):
-    """Conjugate gradients on vectors of `N·C` numbers, for regressions with more weights than memory holds bases of.
+    """Conjugate gradients on vectors of `N·C` numbers, one for each observation; for regressions.
+
+    It is for so many weights that memory does not hold a Krylov basis, whose vectors have `P` numbers.
 
     Args:
-        rank: the rank of the preconditioner; 0 for none. By default 400, or what a quarter of the memory holds.
+        rank: the rank of the preconditioner; 0 for none. By default 400, or fewer if a quarter of the memory holds
+            fewer vectors or there are fewer observations.
         max_iterations: the largest number of steps of conjugate gradients in each solve.
-        accuracy: the largest relative error of the function; by default what the `tolerance` of a fit needs.
+        accuracy: the largest relative error of a sample's function on the training data; by default what the
+            `tolerance` of a fit needs.
     """
 
     # Rank of the preconditioner, whose vectors have `N·C` numbers, and the share of memory that it takes at most. For a

@@ -135,7 +135,7 @@ class _Call:
         name: of the module.
         inputs: copies, in the form of `laplace_sampling.data.batches`; `None` if they have another.
         output: what it returned.
-        version: of that tensor when it was returned.
+        version: torch's count of in-place changes of the output when it was returned; `None` if it has none.
     """
 
     name: str

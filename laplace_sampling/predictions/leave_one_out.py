@@ -180,6 +180,13 @@ def left_out_regression(
 def regression_log_probs(
     left_out: LeaveOneOut, targets: Float[Tensor, "N C"], noise_variance: Float[Tensor, "N C"], scale: float
 ) -> Float[Tensor, " N"]:
-    """The log-likelihood of the targets of each datum, predicted from the others; arguments are those above."""
+    """The log-likelihood of the targets of each datum, predicted from the others.
+
+    Args:
+        left_out: predictions of the targets, with noise.
+        targets: `y`, NaN where they are missing.
+        noise_variance: of each.
+        scale: a factor of the variances of the function, without noise; 0 leaves the noise only.
+    """
     noise = torch.diag_embed(noise_variance)
     return log_density(targets - left_out.mean, scale * (left_out.covariance - noise) + noise)
