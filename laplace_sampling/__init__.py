@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import save_onnx
-from laplace_sampling.hyperparameters.criteria import Criterion, Evidence, LeftOutLabels, SelfConsistency, Validation
+from laplace_sampling.hyperparameters.criterion import Criterion, Evidence, LeftOutLabels, SelfConsistency, Validation
 from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.hyperparameters.hyperparameters import Step, StopFit
 from laplace_sampling.laplace import LinearisedLaplace

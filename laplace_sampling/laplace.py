@@ -16,7 +16,8 @@ from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.files import File, arguments_of, posterior_of, read, state_of, write
-from laplace_sampling.hyperparameters.criteria import Criterion, as_criterion
+from laplace_sampling.hyperparameters.as_criterion import as_criterion
+from laplace_sampling.hyperparameters.criterion import Criterion
 from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.hyperparameters.hyperparameters import Step, StopFit
 from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence

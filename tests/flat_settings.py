@@ -20,7 +20,7 @@ from laplace_sampling import (
     Prior,
     Stochastic,
 )
-from laplace_sampling.hyperparameters.criteria import CRITERIA
+from laplace_sampling.hyperparameters.as_criterion import CRITERIA
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.methods import as_method
 from laplace_sampling.methods.closed_form import ObservationSpaceFit, WeightSpaceFit

@@ -4,6 +4,7 @@ The mode is that of the linear model itself: only the covariance is approximated
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,26 +166,18 @@ class FactoredSampler(Sampler):
     """Samples of a factored posterior, in closed form; the mode by conjugate gradients on `M` itself.
 
     Args:
-        kind: as in `factored_curvature`.
         mode: solver that finds the mode.
-        seed: seed of the probes.
-        kronecker: how Kronecker factors are found.
+        curvature_of: returns `M̂` of a GGN, in the scaled coordinates of a prior.
         held: `M̂` in the scaled coordinates of the prior, where it is known already and the same for all precisions.
     """
 
-    kind: str
     mode: CG
-    seed: int = 0
-    kronecker: KroneckerFit = KroneckerFit()
+    curvature_of: Callable[[GGN, GaussianPrior], Curvature]
     held: Curvature | None = None
-
-    def curvature(self, ggn: GGN, prior: GaussianPrior) -> Curvature:
-        """`M̂` in the scaled coordinates of a prior."""
-        return factored_curvature(self.kind, ggn, self.seed, prior.scale, self.kronecker)
 
     def sample(self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Tensor | None = None) -> Solution:
         """Exact samples of the factored posterior, and the diagonal of `(M̂ + A)⁻¹M̂`."""
-        curvature, spread = self.curvature(ggn, prior), prior.spread()
+        curvature, spread = self.curvature_of(ggn, prior), prior.spread()
         value = curvature.solve_root(draws.prior(ggn.size).to(ggn.device, ggn.dtype), spread)
         no_error = torch.zeros(len(value), dtype=torch.float64, device=ggn.device)
         leverage = curvature.leverage(spread)[None]

@@ -266,13 +266,18 @@ class Kronecker(Curvature):
         return cls(blocks, tensors["rest"], tensors["diagonal"], 0.0)
 
 
+# The curvatures that files hold, each by the name of a tensor that those before it do not have.
+CURVATURES: dict[str, type[Curvature]] = {
+    "factor": LowRank,
+    "vectors": DenseCurvature,
+    "rest": Kronecker,
+    "diagonal": Jacobi,
+}
+
+
 def restored_curvature(tensors: dict[str, Tensor]) -> Curvature:
     """`M̂` from its `tensors`."""
-    if "factor" in tensors:
-        return LowRank.from_tensors(tensors)
-    if "vectors" in tensors:
-        return DenseCurvature.from_tensors(tensors)
-    return Kronecker.from_tensors(tensors) if "rest" in tensors else Jacobi(tensors["diagonal"])
+    return next(kind for name, kind in CURVATURES.items() if name in tensors).from_tensors(tensors)
 
 
 @dataclass(frozen=True)

@@ -412,9 +412,6 @@ class SketchSampler(FactoredSampler):
 
     part: Part = field(kw_only=True)
 
-    def curvature(self, ggn: GGN, prior: GaussianPrior) -> LowRank:
-        return self.part.of(ggn, prior)
-
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         held, alpha = self.held, float(objective.precision.mean())
         solver = replace(

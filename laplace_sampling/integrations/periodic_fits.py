@@ -18,7 +18,7 @@ from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.data.batches import batched, flattened, take
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import Data, PrivateRandomness, TrainingData
-from laplace_sampling.hyperparameters.criteria import as_criterion
+from laplace_sampling.hyperparameters.as_criterion import as_criterion
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.closed_form import Exact, Factored

@@ -9,7 +9,7 @@ since the decomposition is for one.
 import math
 import time
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -26,13 +26,13 @@ from laplace_sampling.curvature.closed_form import (
     prior_of_factored,
 )
 from laplace_sampling.curvature.head import head_of, head_operations, is_exact
-from laplace_sampling.curvature.kronecker import CURVATURE, Inverse, Kronecker
+from laplace_sampling.curvature.kronecker import CURVATURE, CURVATURES, Inverse, Kronecker
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows
 from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.posterior import GramCovariance, GramPath, GramPosterior, of_largest_evidence, size_of
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, FactoredPath, HeadPath
-from laplace_sampling.hyperparameters.criteria import Criterion
+from laplace_sampling.hyperparameters.criterion import Criterion
 from laplace_sampling.hyperparameters.curves import EvidencePath, ModeCurve, Traces
 from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step
 from laplace_sampling.hyperparameters.network_evidence import ByNetworkEvidence
@@ -239,12 +239,16 @@ class Factored(Method):
     def covariance_path(self, task: Task) -> CovariancePath:
         return FactoredPath(self.curvature_at(task), task.prior)
 
+    def curvature_of(self, ggn: GGN, prior: GaussianPrior, seed: int) -> Curvature:
+        """`M̂` of a GGN, in the scaled coordinates of a prior; another closed form overrides this, and `name`."""
+        return factored_curvature(self.kind, ggn, seed, prior.scale, self._kronecker)
+
     def curvature_at(self, task: Task) -> Curvature:
-        """`M̂` at the network's outputs, in the scaled coordinates of the prior."""
-        return factored_curvature(self.kind, task.ggn(), task.seed, task.prior.scale, self._kronecker)
+        """`M̂` at the network's outputs."""
+        return self.curvature_of(task.ggn(), task.prior, task.seed)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
-        return FactoredSampler(self.kind, CG(min(2 * tolerance, 0.5)), task.seed, self._kronecker)
+        return FactoredSampler(CG(min(2 * tolerance, 0.5)), partial(self.curvature_of, seed=task.seed))
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
@@ -287,7 +291,7 @@ class FactoredFit(Fit):
         if not self._held:
             assert isinstance(self.solver, FactoredSampler)
             known = self.solver.held
-            self._held.append(self.solver.curvature(self.ggn, self.prior) if known is None else known)
+            self._held.append(self.solver.curvature_of(self.ggn, self.prior) if known is None else known)
         return self._held[0]
 
     def marginal_variance(self) -> Float[Tensor, " P"]:
@@ -315,6 +319,8 @@ class FactoredFit(Fit):
         return torch.tensor([gamma], dtype=torch.float64, device=self.ggn.device)
 
     def tensors(self) -> dict[str, Tensor]:
+        if type(self.curvature) not in CURVATURES.values():
+            return {}  # `load` would not know it: the posterior is saved by its samples
         return {f"{CURVATURE}{name}": tensor for name, tensor in self.curvature.tensors().items()}
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
@@ -581,7 +587,7 @@ class Subset(Method):
 
     def _solver(self, growth: Growth, task: Task) -> SketchSampler:
         part = Part(growth, task.tolerance, task.num_samples)
-        return SketchSampler(self.name, CG(min(2 * task.tolerance, 0.5)), task.seed, part=part)
+        return SketchSampler(CG(min(2 * task.tolerance, 0.5)), part.of, part=part)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, SketchSampler)
@@ -645,7 +651,7 @@ class SubsetFit(FactoredFit):
         fit, part = cast("SubsetFit", super().without_samples()), self.part
         assert isinstance(self.solver, SketchSampler)
         part = replace(part, growth=part.growth.without_rows())
-        return replace(fit, solver=replace(self.solver, part=part, held=self.curvature))
+        return replace(fit, solver=replace(self.solver, part=part, curvature_of=part.of, held=self.curvature))
 
     def judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
         sampled, part = super().judged(num, samples, data_energies, energies), self.part

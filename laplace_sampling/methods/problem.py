@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.hyperparameters.criteria import Criterion, Evidence
+from laplace_sampling.hyperparameters.criterion import Criterion, Evidence
 from laplace_sampling.hyperparameters.hyperparameters import Step
 from laplace_sampling.hyperparameters.rules import SearchCost, Selection
 from laplace_sampling.likelihoods.gaussian import Gaussian

@@ -248,7 +248,7 @@ def instance_norm(
 ) -> Tensor:
     """`F.instance_norm`, which torch computes as the batch normalisation of one datum with the channels of all.
 
-    That has a wrong pullback: see `derivative_rules.batch_norm`.
+    That has a wrong pullback: see `batch_norm`.
     """
     dtype = input.dtype
     input = input.to(torch.promote_types(dtype, torch.float32))  # variances of half precision overflow
@@ -444,7 +444,7 @@ def differentiable(graph: bool) -> Iterator[None]:
 
 
 class ComposedLayers(TorchFunctionMode):
-    """Calls functions with the derivatives of this file and of `elementary_layers` in place of those of torch."""
+    """Calls functions with the derivatives of this file in place of those of torch."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -614,7 +614,7 @@ _MATMULS = [getattr(owner, name) for owner in (torch, Tensor) for name in ("matm
 
 
 # What `ComposedLayers` calls in place of functions of torch. To add a missing derivative, write the function from
-# elementary operations in `elementary_layers`, or a rule above, and name it in the dictionary there or here.
+# elementary operations, or a rule above, and name it in one of the dictionaries.
 # Exported networks call the functions of `aten`.
 _REPLACED: dict[Callable, Callable] = {
     **ELEMENTARY_LAYERS,

@@ -193,7 +193,7 @@ class JacobianProducts:
         for way in self._pushes:
             if single and way == self._push_together:
                 continue
-            with torch.enable_grad():  # `no_grad` would stop forward derivatives too, see `derivative_rules`
+            with torch.enable_grad():  # `no_grad` would stop forward derivatives too, see `derivatives`
                 result, error = _attempt(partial(way, f, weights, tangents, largest, graph), partial(f, weights))
             if error is not None:
                 errors.append(error)

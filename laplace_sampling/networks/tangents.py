@@ -146,7 +146,7 @@ def _index(func: Callable, x: Any, indices: Sequence[Tensor | None]) -> Dual:
 
 def _embedding(func: Callable, weight: Dual, index: Tensor, padding: int = -1, *args: Any) -> Dual:
     tangents = aten.index.Tensor(weight.tangents, [None, index])
-    # As `elementary_layers`: the row of padding is a constant.
+    # As in `derivatives`: the row of padding is a constant.
     tangents = tangents if padding < 0 else tangents * (index != padding)[..., None]
     return Dual(func(weight.value, index, padding, *args), tangents)
 

@@ -87,6 +87,11 @@ class Curvature(Preconditioner):
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that it consists of, for saving."""
 
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "Curvature":
+        """The inverse of `tensors`."""
+
     def covariances(self, rows: Float[Tensor, "n C P"], shifts: Float[Tensor, " A"]) -> Float[Tensor, "A n C C"]:
         """`φ_i (M̂ + s_a)⁻¹ φ_iᵀ` for rows `φ_i` and several shifts, in float64."""
         flat, blocks = rows.flatten(0, 1), []
@@ -126,6 +131,10 @@ class Jacobi(Curvature):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"diagonal": self.diagonal}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "Jacobi":
+        return cls(tensors["diagonal"])
 
 
 class Nystrom(Preconditioner):

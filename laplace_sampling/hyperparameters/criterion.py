@@ -24,7 +24,8 @@ Affordable = Callable[[int, SearchCost], int]
 class Criterion(ABC):
     """What chooses the hyperparameters in `fit_hyperparameters`.
 
-    To write one, subclass this in a file of its own, give `name` and `rule`, and add a line to `CRITERIA`.
+    To write one, subclass this in a file of its own, give `name` and `rule`, and add a line to the table in
+    `as_criterion.py`.
 
     Args:
         precision_bounds: bounds of the prior precision `α`.
@@ -178,30 +179,6 @@ class Default(Criterion):
         else:
             chosen = Evidence()
         return chosen.rule(tangent, held_out, affordable)
-
-
-CRITERIA: dict[str, Callable[..., Criterion]] = {
-    "auto": Default,
-    "evidence": Evidence,
-    "leave_one_out": LeftOutLabels,
-    "self_consistency": SelfConsistency,
-    "validation": Validation,
-}
-
-
-def as_criterion(criterion: str | Criterion) -> Criterion:
-    """The criterion that a user gives by name or as an object.
-
-    Raises:
-        TypeError, ValueError: for one that is not known.
-    """
-    if isinstance(criterion, Criterion):
-        return criterion
-    if not isinstance(criterion, str):
-        raise TypeError(f"`criterion` must be one of {list(CRITERIA)} or a `Criterion`, but is {criterion!r:.80}.")
-    if criterion not in CRITERIA:
-        raise ValueError(f"`criterion={criterion!r}` is not known; use one of {list(CRITERIA)}.")
-    return CRITERIA[criterion]()
 
 
 def _has_left_out_labels(tangent: TangentModel) -> bool:
