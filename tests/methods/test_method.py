@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import reference
 import torch
 from cases import make_case
 from flat_settings import laplace_of
@@ -12,11 +13,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling import SGD, SVRG, Dual, Evidence, Factored, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods import METHODS, as_method, method_from_recipe, recipe_of_method
 from laplace_sampling.methods.method import Task
 from laplace_sampling.methods.solves import Solves
 from laplace_sampling.solvers.dense import Dense
+from laplace_sampling.solvers.preconditioners import Curvature, Jacobi
 from laplace_sampling.solvers.solver import Solver
 
 
@@ -41,6 +45,41 @@ class Toy(Solves):
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its line in the table."""
     monkeypatch.setitem(METHODS, "toy", Toy())
+
+
+class Own(Jacobi):
+    """A class of curvature that files do not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Even(Factored):
+    """The same curvature of all weights: all that a file of a new closed form needs."""
+
+    kind_of_curvature: type[Jacobi] = Jacobi
+
+    @property
+    def name(self) -> str:
+        return "even"
+
+    def curvature_of(self, ggn: GGN, prior: GaussianPrior, seed: int) -> Curvature:
+        return self.kind_of_curvature(3 * prior.scale.double() ** 2)
+
+
+@pytest.mark.parametrize("prior", ["isotropic", "layerwise", "g-prior"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_new_closed_form_is_one_function(known: bool, prior: str, tmp_path) -> None:
+    case = make_case("regression")
+    method = Even() if known else Even(kind_of_curvature=Own)
+    la = LinearisedLaplace(case.model, case.given[0], method=method, prior=prior, num_samples=4)
+    la.fit(case.batches, progress=False)
+    pred, rows, prior_ = la.predict(case.x), reference.jacobian(case.model, case.x), la.posterior_.prior
+    variance = torch.einsum("ncp,p,ncp->nc", rows, 1 / (3 + prior_.diagonal().double()), rows)
+    assert_close(pred.variance, variance, rtol=1e-6, atol=0)
+    la.save(tmp_path / "la.pt")
+    again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, case.given[0], method=method)
+    assert_close(again.predict(case.x).samples, pred.samples)
+    if known:
+        assert_close(again.predict(case.x).variance, pred.variance)
 
 
 @pytest.mark.usefixtures("toy")
