@@ -110,7 +110,7 @@ class DualCG(Sampler):
     def _preconditioner(self, S: WhitenedGram) -> Nystrom | None:
         if not self.rank or self.held is not None:
             return self.held
-        return Nystrom.of(S, block=self.rank, max_rank=self.rank, seed=self.seed)
+        return Nystrom.of(S, self.rank, self.seed)
 
     def sample(
         self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Float[Tensor, "K P"] | None = None

@@ -154,59 +154,15 @@ class Nystrom(Preconditioner):
         self.vectors, self.eigenvalues, self.passes = vectors, eigenvalues, passes
 
     @classmethod
-    def of(
-        cls,
-        operator: Operator,
-        *,
-        block: int = 16,
-        max_rank: int = 256,
-        shift: float | None = None,
-        num_rhs: int = 1,
-        decay: float = 1e-3,
-        seed: int = 0,
-    ) -> "Nystrom":
-        r"""The approximation of `M`, its rank chosen by the decay that it sees.
-
-        The rank doubles from `block` on; products that were made are kept. If the shift is given, the rank doubles
-        while that saves more than it costs: conjugate gradients take about `½ ln(2/ε) √κ` iterations at
-        `κ = 1 + λ_r/shift`, each one pass for every right-hand side; `λ_2r` is predicted as `λ_r²/λ_{r/2}`, a power
-        law; and the next block costs `r` products. If it is not given, the rank doubles until `λ_r < decay · λ_1`.
-
-        Args:
-            operator: `M`.
-            block: the first rank.
-            max_rank: the largest.
-            shift: the shift at which the preconditioner will be used, if it is known.
-            num_rhs: the number of right-hand sides that will be solved for.
-            decay: ratio of the last to the first eigenvalue at which the rank is large enough if no shift is given.
-            seed: of `Ω`.
-        """
+    def of(cls, operator: Operator, rank: int, seed: int = 0) -> "Nystrom":
+        """The approximation of `M` by `r` products, with an `Ω` of this seed."""
+        shape = min(rank, operator.size), operator.size
         generator = torch.Generator().manual_seed(seed)
-        max_rank = min(max_rank, operator.size)
-        test = torch.zeros(0, operator.size, dtype=torch.float64, device=operator.device)
-        sketch = test
-        while True:
-            new = min(max_rank - len(test), max(block, len(test)))
-            draw = normal(
-                new,
-                operator.size,
-                seed=generator,
-                dtype=torch.float64,
-                device=operator.device,
-                drawn_in=torch.float64,
-            )
-            # Orthogonal to the rows so far, so that the sketch is that of one large Ω. Twice is enough for rows
-            # that are orthogonal to working precision.
-            for _ in range(2):
-                draw = draw - (draw @ test.T) @ test
-                draw = torch.linalg.qr(draw.T)[0].T
-            product = operator.matmul(draw.to(operator.dtype)).double()
-            test, sketch = torch.cat([test, draw]), torch.cat([sketch, product])
-            vectors, eigenvalues = _nystrom(test, sketch, torch.finfo(operator.dtype).eps)
-            rank = len(eigenvalues)
-            if rank >= max_rank or not _pays(eigenvalues, shift, num_rhs, decay):
-                break
-        return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), float(rank))
+        white = normal(*shape, seed=generator, dtype=torch.float64, device=operator.device, drawn_in=torch.float64)
+        test = torch.linalg.qr(white.T)[0].T
+        sketch = operator.matmul(test.to(operator.dtype)).double()
+        vectors, eigenvalues = _nystrom(test, sketch, torch.finfo(operator.dtype).eps)
+        return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), float(len(eigenvalues)))
 
     @classmethod
     def of_rows(
@@ -306,16 +262,3 @@ def _nystrom(test: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     half = torch.linalg.solve_triangular(factor, sketch + shift * test, upper=False)
     _, singular, vectors = torch.linalg.svd(half, full_matrices=False)
     return vectors, (singular**2 - shift).clamp_min(0)
-
-
-def _pays(eigenvalues: Tensor, shift: float | None, num_rhs: int, decay: float) -> bool:
-    """Whether doubling the rank saves more than it costs; `Nystrom.of` explains the rule."""
-    rank = len(eigenvalues)
-    first, middle, last = (float(eigenvalues[i]) for i in (0, (rank - 1) // 2, rank - 1))
-    if shift is None:
-        return last > decay * first
-    if last <= 0:
-        return False
-    # Conjugate gradients are assumed to go on to a relative error of 0.1; the rank depends on it by a logarithm.
-    saved = math.sqrt(1 + last / shift) - math.sqrt(1 + last * (last / middle) / shift)
-    return num_rhs * 0.5 * math.log(2 / 0.1) * saved > rank
