@@ -145,6 +145,10 @@ class Validation(Criterion):
     name = "validation"
     most_data: int = 1000
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("`Validation(most_data=...)`", self.most_data, 1)
+
     def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection:
         if held_out is None:
             raise ValueError(

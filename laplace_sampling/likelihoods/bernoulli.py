@@ -27,7 +27,7 @@ class Bernoulli(Labels, DiagonalLikelihood):
         return torch.stack([torch.zeros_like(f), f], -1)
 
     def flat(self, g: Float[Tensor, "*K C 2"]) -> Float[Tensor, "*K C"]:
-        return g[..., 1]
+        return g.select(-1, 1)
 
     def is_soft(self, y: Tensor) -> bool:
         return y.is_floating_point() and bool(((y > 0) & (y < 1)).any())

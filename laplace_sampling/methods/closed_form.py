@@ -577,7 +577,7 @@ class Subset(Method):
             task = task.at(found)
             # The part has grown at the precision that the search began with.
             part.grow(task.ggn(), task.prior, self.most_rows(task.model.features))
-            if part.growth.num_rows == rows:
+            if part.growth.num_rows <= rows:
                 return replace(found, history=history)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:

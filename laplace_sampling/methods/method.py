@@ -368,10 +368,10 @@ class Fit:
         return replace(self, task=replace(self.task, prior=prior), sampled=None, known_mode=None)
 
     def without_samples(self) -> "Fit":
-        """Returns the fit without its samples, which the posterior holds, and without those it started from."""
+        """Returns the fit without its samples, which the posterior holds, and without what it started from."""
         assert self.sampled is not None
         sampled = replace(self.sampled, samples=self.sampled.samples[:0].clone())
-        return replace(self, sampled=sampled, task=replace(self.task, start=None))
+        return replace(self, sampled=sampled, task=replace(self.task, start=None, callback=None))
 
     @property
     def solved(self) -> bool:

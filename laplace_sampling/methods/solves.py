@@ -2,6 +2,7 @@ r"""Methods that draw samples by solving linear systems: block Krylov, mini-batc
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from laplace_sampling.arguments import check_positive, check_whole, refuse_class
 from laplace_sampling.gp.dual import DualCG, WhitenedGram
+from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
-from laplace_sampling.hyperparameters.curves import Traces
+from laplace_sampling.hyperparameters.curves import ModeCurve, Traces
 from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, clamped
 from laplace_sampling.hyperparameters.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -20,6 +22,7 @@ from laplace_sampling.methods.closed_form import Factored, Subset, by_gram_matri
 from laplace_sampling.methods.method import (
     BASIS_STACKS,
     Choice,
+    Fit,
     Method,
     Task,
     basis_that_fits,
@@ -301,10 +304,6 @@ class Dual(Solves):
     def residual_kind(self) -> str:
         return "relative error of the function"
 
-    def take(self, problem: Problem, choice: Choice) -> Task:
-        # Vectors have an entry for each observation.
-        return self.task(problem, choice, problem.tangent.with_offset())
-
     def check_likelihood(self, likelihood: Likelihood) -> None:
         if not likelihood.quadratic:
             raise ValueError(
@@ -330,6 +329,9 @@ class Dual(Solves):
     def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
         return sampled.error, solver.tolerance
 
+    def fit_of(self, *parts: Any) -> "DualFit":
+        return DualFit(*parts)
+
 
 def _has_small_gram(task: Task) -> bool:
     """Whether the Gram matrix gives the hyperparameters: for one prior precision, and cheaper than EM."""
@@ -340,6 +342,29 @@ def _has_small_gram(task: Task) -> bool:
 
 def _by_gram_matrix(task: Task) -> Hyperparameters:
     """The hyperparameters of the exact method; its matrices are freed."""
+    return replace(by_gram_matrix(_in_float64(task)), work=None)
+
+
+def _in_float64(task: Task) -> Task:
+    """With features in float64 where the network allows."""
     prior = task.prior.to(task.model.features.device, torch.float64)
-    model = replace(task.model, features=task.model.features.in_float64())
-    return replace(by_gram_matrix(replace(task, model=model, prior=prior)), work=None)
+    return replace(task, model=replace(task.model, features=task.model.features.in_float64()), prior=prior)
+
+
+class DualFit(Fit):
+    """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
+
+    @cached_property
+    def _gram(self) -> GramPosterior | None:
+        if not fits_in_observation_space(self.model.features, self.task.memory):
+            return None
+        task = _in_float64(self.task)
+        return GramPosterior.of(task.model, task.prior)
+
+    def traces(self, decades: float) -> Traces:
+        if self._gram is None:
+            return super().traces(decades)
+        return Traces.of_eigenvalues(self._gram.precisions[1] * self._gram.eigenvalues, self.alpha)
+
+    def mode_curve(self, alphas: Tensor) -> ModeCurve:
+        return super().mode_curve(alphas) if self._gram is None else self._gram.mode_curve(alphas)

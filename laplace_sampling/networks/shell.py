@@ -398,8 +398,17 @@ class Shell:
                 output, layout = read(self.module(*args, **kwargs), num_rows(x))
                 return as_plain(output), layout
         except Exception as error:
-            self._explain(error, x)
-            raise
+            if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
+                raise
+            own = " and ".join(sorted({str(p.dtype) for p in self.module.parameters()}))
+            given = ", ".join(f"{list(t.shape)} in {t.dtype}" for t in batched(x)[0])
+            advice = f"Inputs are converted by `x.to({self.module_dtype})`; numbers of numpy are in float64."
+            if "does not require grad" in str(error):
+                advice = "Put `with torch.enable_grad():` around what the network differentiates in its forward."
+            raise ValueError(
+                f"{type(self.module).__name__}, whose weights are in {own}, fails on inputs of shape {given}. torch "
+                f"says: {error} {advice}"
+            ) from error
 
     def plain_gradient(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, " Q"]:
         """`Σ_n φ(x_n)ᵀ u_n` in all elements of the parameters that have random weights, with the copy's own weights.
@@ -433,23 +442,6 @@ class Shell:
         dtype = self.module_dtype
         narrow = dtype in HALF
         return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
-
-    def _explain(self, error: Exception, x: Any) -> None:
-        """Adds to an error of torch in the network on what it failed, and what a user can do."""
-        name = type(self.module).__name__
-        if "does not require grad" in str(error):
-            error.add_note(
-                f"{name} differentiates in its forward, which is run under `torch.no_grad()`. Put "
-                "`with torch.enable_grad():` around that part of it, and call `requires_grad_()` there on what it "
-                "differentiates in."
-            )
-        elif _is_of_torch(error):
-            own = " and ".join(sorted({str(p.dtype) for p in self.module.parameters()}))
-            given = ", ".join(f"{list(t.shape)} in {t.dtype}" for t in batched(x)[0])
-            error.add_note(
-                f"{name}, whose weights are in {own}, fails on inputs of shape {given}. Inputs in "
-                f"another precision are converted by `x.to({self.module_dtype})`; numbers of numpy are in float64."
-            )
 
     def least(self, value: float) -> float:
         """The smallest value that a process has, of those that share out the weights; they take the same decisions."""

@@ -315,3 +315,13 @@ def test_scores_of_a_calibration_stay_without_its_data(tmp_path) -> None:
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     for found, expected in zip(again.predict(case.x).interval(0.6), la.predict(case.x).interval(0.6), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("method", ["exact", "kfac", "krylov", "subset"])
+def test_a_fitted_object_is_pickled(method: str) -> None:
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, case.given[0], method=method, num_samples=4)
+    la.fit_hyperparameters(case.batches, budget=None, progress=False, callback=lambda step: None)
+    again = pickle.loads(pickle.dumps(la))
+    assert torch.equal(again.predict(case.x).variance, la.predict(case.x).variance)
+    assert_close(again.sample(2), la.sample(2))

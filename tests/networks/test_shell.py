@@ -1,7 +1,6 @@
 """The module is not changed; half precision, autocast and TF32."""
 
 import copy
-import re
 import warnings
 from typing import Any
 
@@ -163,7 +162,7 @@ def test_contexts_of_precision_nest(lowered: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("model", "x", "said"),
     [
-        (nn.Linear(2, 3), torch.ones(4, 2).double(), r"\[4, 2\] in torch\.float64.*x\.to"),
+        (nn.Linear(2, 3), torch.ones(4, 2).double(), r"(?s)\[4, 2\] in torch\.float64.*x\.to"),
         (nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)), torch.ones(4, 3).double(), r"\[4, 3\] in torch\.float64"),
         (nn.Linear(2, 3), torch.zeros(4, 5), r"\[4, 5\]"),
         (nn.Linear(2, 3), (torch.zeros(4, 2), torch.zeros(4, 2)), r"\[4, 2\].*\[4, 2\]"),
@@ -172,9 +171,8 @@ def test_contexts_of_precision_nest(lowered: tuple[str, ...]) -> None:
     ],
 )
 def test_errors_of_torch_in_a_network_say_of_what_they_are(model: nn.Module, x: Any, said: str) -> None:
-    with pytest.raises((RuntimeError, TypeError, IndexError)) as raised:
+    with pytest.raises(ValueError, match=said):
         Linearisation(model)(x)
-    assert re.search(said, raised.value.__notes__[0])
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

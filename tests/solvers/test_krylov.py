@@ -163,7 +163,7 @@ def test_a_basis_of_three_is_refused() -> None:
 def test_a_preconditioner_saves_passes(condition: float) -> None:
     p = spectral(condition, size=150)
     plain = CG(tolerance=1e-2).solve(p)
-    nystrom = Nystrom.of(p.operator, shift=1.0, num_rhs=4, max_rank=64)
+    nystrom = Nystrom.of(p.operator, 64)
     solution = CG(tolerance=1e-2, preconditioner=nystrom).solve(p)
     assert solution.converged
     assert float(true_error(p, solution.value).max()) < 0.03
@@ -184,7 +184,7 @@ def test_many_rows_need_fewer_products_each() -> None:
 
 def test_a_preconditioner_of_all_of_the_curvature_needs_one_step_with_unequal_priors_too() -> None:
     p = spectral(1e4, uniform=False)
-    preconditioner = Nystrom.of(p.operator, block=80, max_rank=80)
+    preconditioner = Nystrom.of(p.operator, 80)
     solution = CG(1e-6, preconditioner=preconditioner).solve(p)
     assert solution.converged
     assert solution.passes <= 1 + 4 * 3  # the factor of M; for each row the residual at the start and two steps
