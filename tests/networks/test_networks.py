@@ -392,7 +392,7 @@ def test_networks_that_differentiate() -> None:
     v, u = random(2, network.num_parameters), random(2, 4, 3)
     assert_close((network.jvp(x, v) * u).sum((1, 2)), (network.vjp(x, u) * v).sum(1))
     assert_close(torch.einsum("ncp,kp->knc", network.jacobian(x), v), network.jvp(x, v))
-    with pytest.raises(RuntimeError, match="enable_grad"):
+    with pytest.raises(ValueError, match="enable_grad"):
         Linearisation(Force(False))(x)
 
 
