@@ -42,12 +42,9 @@ class _Exclusive:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._depth += 1
-            if self._depth == 1:
-                for number in _SIGNALS:
-                    if callable(handler := signal.getsignal(number)):
-                        self._handlers[number] = handler
-                        signal.signal(number, self._receive)
+            if self._depth == 0:
+                self._defer()
+            self._depth += 1  # from here on no signal comes between
         LOCK.acquire()
 
     def __exit__(self, *error: object) -> None:
@@ -55,12 +52,27 @@ class _Exclusive:
         if threading.current_thread() is threading.main_thread():
             self._depth -= 1
             if self._depth == 0:
-                handlers, self._handlers = self._handlers, {}
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-                received, self._received = self._received, []
-                for number in received:
-                    handlers[number](number, None)
+                self._restore()
+
+    def _defer(self) -> None:
+        """Keep signals for later; one that comes before that is done is raised, and all is as before."""
+        try:
+            for number in _SIGNALS:
+                if callable(handler := signal.getsignal(number)):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._receive)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        """Put the handlers back, and call those whose signals have come."""
+        handlers, self._handlers = self._handlers, {}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        received, self._received = self._received, []
+        for number in received:
+            handlers[number](number, None)
 
 
 exclusive = _Exclusive()

@@ -1,6 +1,7 @@
 """Signals and other threads wait for products."""
 
 import os
+import random
 import signal
 import threading
 
@@ -63,6 +64,28 @@ def test_the_handler_of_the_user_is_called_once_later() -> None:
         assert seen == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
+def test_an_interrupt_at_any_moment_leaves_nothing_behind() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before, interrupts, generator = signal.signal(signal.SIGALRM, interrupt), 0, random.Random(0)
+    try:
+        for _ in range(2000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-6, 4e-5))
+                for _ in range(10):
+                    with exclusive:
+                        pass
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert exclusive._depth == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 100
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
