@@ -227,6 +227,7 @@ def recorded(steps: list[Step]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("continued", ["same", pytest.param("copy", marks=pytest.mark.slow), "state"])
 def test_a_fit_starts_from_the_one_before(continued: str) -> None:
     training, steps = Training(), []

@@ -83,6 +83,7 @@ def linear_regression(mean: float, num_data: int = 200, size: int = 60) -> tuple
     return model.float(), [(x.float(), y.float())]
 
 
+@pytest.mark.slow
 def test_two_steps_of_lanczos_are_not_believed_where_they_see_no_small_eigenvalue() -> None:
     # Targets in thousands: at the noise precision of one that the search starts from, the data seem to determine all
     # weights, which two steps confirm, and the fixed point of these curves is at 2.3 times the best `α`.
