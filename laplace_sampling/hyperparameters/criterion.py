@@ -105,9 +105,9 @@ class LeftOutLabels(Criterion):
     def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection:
         if not _has_left_out_labels(tangent):
             raise ValueError(
-                '`criterion="leave_one_out"` is for classifications with one label for each datum, at least ten '
-                'training data for each class and at most a hundred classes: use "self_consistency", "evidence", or '
-                '"validation" with a `val_loader`.'
+                '`criterion="leave_one_out"` is for classifications with one label for each datum, on average at '
+                'least ten training data a class, and at most a hundred classes: use "self_consistency", "evidence", '
+                'or "validation" with a `val_loader`.'
             )
         return _within_budget(rules.LeftOutLabels(in_order=tangent.in_order), tangent, affordable)
 
