@@ -26,7 +26,7 @@ from laplace_sampling.linear_model.held_out import HeldOut, check_calibration
 from laplace_sampling.linear_model.linear_model import TangentModel
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.method import Fit, Method, Task
-from laplace_sampling.methods.plan import Plan
+from laplace_sampling.methods.plan import Plan, of_last_layer
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.linearisation import Linearisation
@@ -273,7 +273,9 @@ class LinearisedLaplace:
             problem, held_out = prepare_with_held_out(
                 self.settings, self.network, loader, val_loader, data, budget=budget, progress=False
             )
-            return Plan.of(problem.by(as_criterion(criterion), held_out), self.settings.method)
+            rule, alone = as_criterion(criterion), of_last_layer(problem)
+            alone = None if alone is None else alone.by(rule, held_out)
+            return Plan.of(problem.by(rule, held_out), self.settings.method, alone)
         finally:
             batching.max_rows = max_rows
             self.network.products.update(counts)
