@@ -1,7 +1,7 @@
 """Energies and forces of atoms on a ring, with error bars: `python examples/forces.py`.
 
 Six atoms sit on a ring, and neighbours attract and repel each other by a Morse potential of their distance. A small
-network learns the energy from 100 configurations that were drawn near equilibrium. It is then asked for the forces,
+network learns the energy from 300 configurations that were drawn near equilibrium. It is then asked for the forces,
 `-dE/dx`, on configurations with one atom pushed further and further out of its place. The error bars of the forces are
 one line. They grow where the training data end, and the errors of the forces grow with them.
 """
@@ -34,14 +34,14 @@ class Potential(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pair = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.pair = nn.Sequential(nn.Linear(1, 32), nn.SiLU(), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 1))
 
     def forward(self, angles: Tensor) -> Tensor:
         return self.pair(4 * (gaps(angles)[..., None] - REST)).sum(1)
 
 
 def configurations(num: int, seed: int) -> Tensor:
-    noise = 0.1 * torch.randn(num, ATOMS, generator=torch.Generator().manual_seed(seed))
+    noise = 0.15 * torch.randn(num, ATOMS, generator=torch.Generator().manual_seed(seed))
     return REST * torch.arange(ATOMS) + noise
 
 
@@ -68,14 +68,14 @@ def forces_at(angles: Tensor) -> Callable[[Callable[[Tensor], Tensor]], Tensor]:
     return forces
 
 
-def main(steps: int = 2000) -> tuple[Tensor, Tensor]:
+def main(steps: int = 1000) -> tuple[Tensor, Tensor]:
     """The errors of the forces, and their standard deviations, `[4, ATOMS]`."""
-    x = configurations(100, seed=0)
-    y = true_energy(x) + 0.01 * torch.randn(100, 1, generator=torch.Generator().manual_seed(1))
+    x = configurations(300, seed=0)
+    y = true_energy(x) + 0.05 * torch.randn(300, 1, generator=torch.Generator().manual_seed(1))
     la = LinearisedLaplace(trained(x, y, steps), "regression", method="exact").fit_hyperparameters([(x, y)])
 
     pushed = (REST * torch.arange(ATOMS)).repeat(4, 1)
-    pushed[:, 2] += torch.tensor([0.05, 0.2, 0.4, 0.6])
+    pushed[:, 2] += torch.tensor([0.1, 0.3, 0.5, 0.7])
     forces = la.propagate(forces_at(pushed))  # the error bars of the forces
     energy = la.propagate(lambda f: f(pushed)[:, 0])
     errors = (forces.mean - forces_at(pushed)(true_energy)).abs()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -336,3 +337,16 @@ def test_programs_that_change_tensors_in_place() -> None:
     pred = la.propagate(lambda f: f(moved))
     moved += 1
     assert_close(pred.stddev, plain.stddev)
+
+
+# The example ----------------------------------------------------------------------------------------------------------
+
+
+def test_forces_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """Error bars of the force on the atom that is pushed grow with the distance, and tell the size of the error."""
+    errors, stddev = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "forces.py"))["main"]()
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    pushed = stddev[:, 2]
+    assert bool((pushed[1:] > pushed[:-1]).all())
+    assert bool((errors[:, 2] < 5 * pushed).all())
+    assert float(pushed[-1] / pushed[0]) > 10
