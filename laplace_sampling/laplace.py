@@ -149,7 +149,7 @@ class LinearisedLaplace:
         *,
         data: Data = _NO_DATA,
         criterion: str | Criterion = "auto",
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
         tolerance: float = 0.015,
         warm_start: bool = False,
         progress: bool = True,
@@ -226,7 +226,7 @@ class LinearisedLaplace:
         loader: Iterable[Any],
         *,
         data: Data = _NO_DATA,
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
         tolerance: float = 0.015,
         warm_start: bool = False,
         progress: bool = True,
@@ -260,7 +260,7 @@ class LinearisedLaplace:
         *,
         data: Data = _NO_DATA,
         criterion: str | Criterion = "auto",
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
     ) -> Plan:
         """What `fit_hyperparameters` will do with these data: method, training epochs, memory, and why; `print` it.
 
