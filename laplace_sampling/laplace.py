@@ -176,9 +176,10 @@ class LinearisedLaplace:
                   `"diagonal"` a regression takes the evidence of the network's own weights.
 
                 The evidence of a classification may give error bars that are too wide. A `CalibrationWarning` says so.
-            budget: iterations stop after this many training epochs, counted in operations (`plan`). The first 10¹⁰
-                operations, a second or so, are never refused, so that small problems take more epochs. `None` is no
-                limit.
+            budget: iterations stop after this many training epochs, counted in operations (`plan`); of measurements
+                (`Gaussian(observe=T)`) an epoch has as many gradients as a datum has measurements, or one for each
+                datum if these are more. The first 10¹⁰ operations, a second or so, are never refused, so that small
+                problems take more epochs. `None` is no limit.
             tolerance: `τ`, the relative error of predicted standard deviations, beside the noise `1/√(2K)` of `K`
                 samples. Where the prior decides, they are proportional to `α^{-1/2}`. So the search for `log α` (and
                 `log b`) stops when a step or its standard error is below `2τ`. Samples are solved for to the same `τ`.

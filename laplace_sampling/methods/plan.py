@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from laplace_sampling.curvature.head import head_of
+from laplace_sampling.curvature.kronecker import has_factors
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.sampling import PosteriorSamples
@@ -53,7 +54,7 @@ class Candidate:
         except ValueError:
             fits = False
         pays = problem.budget.affords(estimate.total)
-        epochs = estimate.total / (cost.gradient * problem.features.num_data)
+        epochs = estimate.total / cost.epoch(problem.features.num_data)
         reason = _reason(fits, pays, epochs, problem.budget.epochs)
         return cls(name, method, epochs, estimate.bytes, fits and pays, reason, estimate.dense > 0)
 
@@ -72,8 +73,8 @@ def _reason(fits: bool, pays: bool, epochs: float, budget: float | None) -> str:
 class Auto(Method):
     """The most accurate method that budget and memory pay for; `print` says which one it took, and why.
 
-    For a linear last layer it is the closed form. Otherwise it tries, in this order: exact, samples by solves, all
-    correlations of a part of the data, Kronecker factors.
+    For a linear last layer it is the closed form. Otherwise it tries, in this order: exact, samples by solves (of
+    measurements in observation space), all correlations of a part of the data, Kronecker factors where there are any.
     """
 
     # Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many
@@ -106,10 +107,9 @@ class Auto(Method):
             dense = exact_operations(problem, space_of(problem), cost)
             if dense > max(self._WORTH, self._DEARER * self._PASSES * problem.features.num_data * cost.passes):
                 exact = replace(exact, affordable=False, reason="many more operations than samples by solves")
-        approximations = {
-            "all correlations, part of the data": Subset(**self._shared),
-            "Kronecker factors": Factored(**self._shared),
-        }
+        approximations: dict[str, Method] = {"all correlations, part of the data": Subset(**self._shared)}
+        if has_factors(problem.features):
+            approximations["Kronecker factors"] = Factored(**self._shared)
         others = [Candidate.of(n, m.within(problem, cost), problem, cost) for n, m in approximations.items()]
         return [exact, solves, *others]
 
@@ -121,11 +121,11 @@ class Auto(Method):
         krylov, dual = Krylov(**self._shared), Dual(**self._shared)
         if (
             problem.tangent.model.likelihood.quadratic
-            and basis_that_fits(memory, problem.num_samples) < self._LEAST_BASIS
+            and (problem.measured or basis_that_fits(memory, problem.num_samples) < self._LEAST_BASIS)
             and problem.num_observations < features.size
             and memory.vectors >= dual.needs(problem)
         ):
-            # Memory holds few vectors of weights, but many of observations.
+            # Memory holds few vectors of weights, but many of observations; or the data are measurements.
             return dual
         return krylov
 
@@ -154,7 +154,7 @@ class Plan:
         bytes: predicted memory.
         reason: why this method, in words.
         budget: training epochs that are allowed; `None` for no limit.
-        epoch: operations of a training epoch, one gradient of each datum.
+        epoch: operations of a training epoch.
         candidates: the methods that were compared, from the best posterior down.
         remark: which operations are counted, and why they may be more than the budget.
     """
