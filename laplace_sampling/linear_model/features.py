@@ -560,12 +560,8 @@ class NetworkFeatures(Features):
         if self.dtype == torch.float64:
             return self
         other = copy.copy(self)
-        try:
-            other.network = self.network.in_float64()
-            computed = other.network(other.inputs(torch.tensor([0]))[0]).dtype
-        except Exception:  # some networks cannot be copied, or compute in a dtype of their own
-            return self
-        return other if computed == torch.float64 else self
+        other.network = in_float64_at(self.network, self.inputs(torch.tensor([0]))[0])
+        return self if other.network is self.network else other
 
     def inputs(self, batch: Tensor) -> tuple[Any, Layout]:
         """The inputs, and the layout of the outputs that the network gives for them."""
@@ -604,6 +600,22 @@ class NetworkFeatures(Features):
         x, layout = self.inputs(batch)
         rows = self.network.jacobian(x)
         return rows if layout == self.layout else layout.widen(rows.mT, self.layout).mT
+
+
+def in_float64_at(network: Linearisation, x: Any, copied: Linearisation | None = None) -> Linearisation:
+    """The network in float64, or the network itself if it does not compute so at these inputs.
+
+    Args:
+        network: linearised network.
+        x: inputs.
+        copied: `network.in_float64()`, if it is there.
+    """
+    try:
+        other = copied or network.in_float64()
+        computed = other(place(x, other.device, other.dtype)).dtype
+    except Exception:  # some networks cannot be copied, or compute in a dtype of their own
+        return network
+    return other if computed == torch.float64 else network
 
 
 def features_at(

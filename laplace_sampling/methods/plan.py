@@ -4,6 +4,7 @@ Costs are counted operations, for a choice by the clock would not be the same in
 """
 
 import math
+import warnings
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,12 +13,17 @@ from torch import Tensor
 from laplace_sampling.curvature.head import head_of
 from laplace_sampling.curvature.kronecker import has_factors
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, measure
+from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.closed_form import Exact, Factored, Head, Subset
+from laplace_sampling.methods.expected import columns, expected, in_words
 from laplace_sampling.methods.method import Choice, Method, Task, basis_that_fits
 from laplace_sampling.methods.problem import Problem, counted_in, exact_operations, space_of
 from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
+from laplace_sampling.networks.last_layer import LastLayer, LinearLayer
+from laplace_sampling.networks.random_weights import of_some_weights
 from laplace_sampling.solvers.solver import Solver
 
 
@@ -155,7 +161,8 @@ class Plan:
         reason: why this method, in words.
         budget: training epochs that are allowed; `None` for no limit.
         epoch: operations of a training epoch.
-        candidates: the methods that were compared, from the best posterior down.
+        candidates: the methods that were compared, from the best posterior down, and the last layer alone.
+        likelihood: of the data; what posteriors gave others like it is printed, if all weights are random.
         remark: which operations are counted, and why they may be more than the budget.
     """
 
@@ -166,18 +173,30 @@ class Plan:
     budget: float | None
     epoch: float
     candidates: tuple[Candidate, ...]
+    likelihood: Likelihood | None = None
     remark: str = ""
 
     @classmethod
-    def of(cls, problem: Problem, asked: Method) -> "Plan":
-        """What a method makes of a problem, whose products have been counted, without a fit."""
+    def of(cls, problem: Problem, asked: Method, alone: Problem | None = None) -> "Plan":
+        """What a method makes of a problem, whose products have been counted, without a fit.
+
+        Args:
+            problem: with its criterion.
+            asked: the method, or `Auto`.
+            alone: the problem of the last layer, to compare with.
+        """
         budget, cost = problem.budget, problem.cost
         assert cost is not None
         choice = asked.choose(problem)
         choice = choice.method.paid_for(problem, choice)
         choice.method.check(problem)
-        chosen = Candidate.of(choice.method.name, choice.method, problem, cost)
-        candidates = asked.candidates(problem, cost) if isinstance(asked, Auto) else [chosen]
+        head = isinstance(choice.method, Head)
+        chosen = Candidate.of("last layer" if head else choice.method.name, choice.method, problem, cost)
+        candidates = asked.candidates(problem, cost) if isinstance(asked, Auto) and not head else [chosen]
+        if alone is not None and alone.cost is not None:
+            last = Candidate.of("last layer", Head(), alone, alone.cost)
+            candidates.append(replace(last, reason='`parameters="last_layer"`') if last.affordable else last)
+        all_or_last = head or not (of_some_weights(problem.tangent.network) or problem.measured)
         # Iterations stop where the budget ends, closed forms do not.
         stops = budget.epochs is not None and choice.method.predicted(problem, cost).least is not None
         epochs = min(chosen.epochs, budget.allowed / budget.epoch) if stops else chosen.epochs
@@ -189,6 +208,7 @@ class Plan:
             budget.epochs,
             budget.epoch,
             tuple(candidates),
+            problem.tangent.model.likelihood if all_or_last else None,
             counted_in(chosen.dense) + budget.excess(epochs * budget.epoch),
         )
 
@@ -199,14 +219,43 @@ class Plan:
             f"{self.epoch:.2g} operations) and {_size(self.bytes)}, {self.reason}"
         )
         head += f"\nEpochs are {self.remark}." if self.remark else ""
-        rows = [("posterior", "method", "epochs", "memory", "")]
+        rows = [("posterior", "method", "epochs", "memory", *columns(self.likelihood), "")]
         rows += [
-            (other.name, f'"{other.method.name}"', _epochs(other.epochs), _size(other.bytes), other.reason)
+            (
+                other.name,
+                f'"{other.method.name}"',
+                _epochs(other.epochs),
+                _size(other.bytes),
+                *expected(self.likelihood, other.method.name),
+                other.reason,
+            )
             for other in self.candidates
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-        return "\n".join([head, "", *(line.rstrip() for line in lines)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([head, "", *(line.rstrip() for line in lines), in_words(self.likelihood)]).rstrip()
+
+
+def of_last_layer(problem: Problem) -> Problem | None:
+    """The same problem with the weights of the last layer random; `None` where that has no closed form of its own."""
+    tangent, cost = problem.tangent, problem.cost
+    assert cost is not None
+    if head_of(problem.features) is not None or of_some_weights(tangent.network) or problem.measured:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are for users who ask for the last layer
+            network = LastLayer(tangent.network.source)
+            with network.keep_inputs(tangent.data):
+                pass
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if not isinstance(network.head, LinearLayer):
+        return None
+    features = NetworkFeatures(network.head, tangent.data, tangent.layout)
+    tangent = replace(tangent, network=network, model=replace(tangent.model, features=features))
+    # A product with the matrix of the layer takes twice as many operations as it has weights.
+    return replace(problem, tangent=tangent, cost=Cost(2.0 * features.size, 2.0 * features.size, cost.gradient))
 
 
 def _epochs(epochs: float) -> str:
