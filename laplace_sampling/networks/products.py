@@ -164,21 +164,7 @@ class JacobianProducts:
         self, f: Function, weights: Weights, tangents: Weights, largest: float, graph: bool
     ) -> Tensor:
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-        outputs = f(leaves)
-        u = torch.zeros_like(outputs).requires_grad_()
-        with ComposedLayers():  # checkpoints run a part of the network again
-            pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
-        # Gradients that do not depend on `u` contribute nothing.
-        linear = [(g, t) for g, t in zip(pulled, tangents.values(), strict=True) if g is not None and g.requires_grad]
-        rows = []
-        for k in range(len(next(iter(tangents.values())))):
-            if not linear:
-                rows.append(torch.zeros_like(outputs))
-                continue
-            gradients, vectors = [g for g, _ in linear], [t[k] for _, t in linear]
-            (row,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True, create_graph=graph)
-            rows.append(row)
-        return torch.stack(rows)
+        return push_by_two_pullbacks(f(leaves), leaves, tangents, graph)
 
     def pull(
         self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."], largest: float
@@ -276,6 +262,33 @@ class JacobianProducts:
             torch.cat([r.detach().flatten() for r in of]) for of in ([row[-1] for row in rows.values()], last())
         )
         return not difference(together, alone) > rounding(torch.bfloat16)
+
+
+def push_by_two_pullbacks(
+    outputs: Tensor, leaves: Weights, tangents: Weights, graph: bool = False
+) -> Float[Tensor, "K ..."]:
+    """`φ v_k` as the derivative of `u ↦ φᵀu` in `u`.
+
+    Args:
+        outputs: a tensor with a graph.
+        leaves: the weights in that graph, by name.
+        tangents: `v_k`, `[K, ...]`.
+        graph: whether the product is differentiable itself.
+    """
+    u = torch.zeros_like(outputs).requires_grad_()
+    with ComposedLayers():  # checkpoints run a part of the network again
+        pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
+    # Gradients that do not depend on `u` contribute nothing.
+    linear = [(g, t) for g, t in zip(pulled, tangents.values(), strict=True) if g is not None and g.requires_grad]
+    rows = []
+    for k in range(len(next(iter(tangents.values())))):
+        if not linear:
+            rows.append(torch.zeros_like(outputs))
+            continue
+        gradients, vectors = [g for g, _ in linear], [t[k] for _, t in linear]
+        (row,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True, create_graph=graph)
+        rows.append(row)
+    return torch.stack(rows)
 
 
 # Rows of the Jacobian: derivatives of each datum by itself, for all data together under `vmap` ------------------------
