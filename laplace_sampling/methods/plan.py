@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from laplace_sampling.curvature.head import head_of
+from laplace_sampling.curvature.kronecker import has_factors
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, measure
@@ -59,7 +60,7 @@ class Candidate:
         except ValueError:
             fits = False
         pays = problem.budget.affords(estimate.total)
-        epochs = estimate.total / (cost.gradient * problem.features.num_data)
+        epochs = estimate.total / cost.epoch(problem.features.num_data)
         reason = _reason(fits, pays, epochs, problem.budget.epochs)
         return cls(name, method, epochs, estimate.bytes, fits and pays, reason, estimate.dense > 0)
 
@@ -78,8 +79,8 @@ def _reason(fits: bool, pays: bool, epochs: float, budget: float | None) -> str:
 class Auto(Method):
     """The most accurate method that budget and memory pay for; `print` says which one it took, and why.
 
-    For a linear last layer it is the closed form. Otherwise it tries, in this order: exact, samples by solves, all
-    correlations of a part of the data, Kronecker factors.
+    For a linear last layer it is the closed form. Otherwise it tries, in this order: exact, samples by solves (of
+    measurements in observation space), all correlations of a part of the data, Kronecker factors where there are any.
     """
 
     # Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many
@@ -112,10 +113,9 @@ class Auto(Method):
             dense = exact_operations(problem, space_of(problem), cost)
             if dense > max(self._WORTH, self._DEARER * self._PASSES * problem.features.num_data * cost.passes):
                 exact = replace(exact, affordable=False, reason="many more operations than samples by solves")
-        approximations = {
-            "all correlations, part of the data": Subset(**self._shared),
-            "Kronecker factors": Factored(**self._shared),
-        }
+        approximations: dict[str, Method] = {"all correlations, part of the data": Subset(**self._shared)}
+        if has_factors(problem.features):
+            approximations["Kronecker factors"] = Factored(**self._shared)
         others = [Candidate.of(n, m.within(problem, cost), problem, cost) for n, m in approximations.items()]
         return [exact, solves, *others]
 
@@ -127,11 +127,11 @@ class Auto(Method):
         krylov, dual = Krylov(**self._shared), Dual(**self._shared)
         if (
             problem.tangent.model.likelihood.quadratic
-            and basis_that_fits(memory, problem.num_samples) < self._LEAST_BASIS
+            and (problem.measured or basis_that_fits(memory, problem.num_samples) < self._LEAST_BASIS)
             and problem.num_observations < features.size
             and memory.vectors >= dual.needs(problem)
         ):
-            # Memory holds few vectors of weights, but many of observations.
+            # Memory holds few vectors of weights, but many of observations; or the data are measurements.
             return dual
         return krylov
 
@@ -160,7 +160,7 @@ class Plan:
         bytes: predicted memory.
         reason: why this method, in words.
         budget: training epochs that are allowed; `None` for no limit.
-        epoch: operations of a training epoch, one gradient of each datum.
+        epoch: operations of a training epoch.
         candidates: the methods that were compared, from the best posterior down, and the last layer alone.
         likelihood: of the data; what posteriors gave others like it is printed, if all weights are random.
         remark: which operations are counted, and why they may be more than the budget.
@@ -196,7 +196,7 @@ class Plan:
         if alone is not None and alone.cost is not None:
             last = Candidate.of("last layer", Head(), alone, alone.cost)
             candidates.append(replace(last, reason='`parameters="last_layer"`') if last.affordable else last)
-        all_or_last = head or not of_some_weights(problem.tangent.network)
+        all_or_last = head or not (of_some_weights(problem.tangent.network) or problem.measured)
         # Iterations stop where the budget ends, closed forms do not.
         stops = budget.epochs is not None and choice.method.predicted(problem, cost).least is not None
         epochs = min(chosen.epochs, budget.allowed / budget.epoch) if stops else chosen.epochs
@@ -240,7 +240,7 @@ def of_last_layer(problem: Problem) -> Problem | None:
     """The same problem with the weights of the last layer random; `None` where that has no closed form of its own."""
     tangent, cost = problem.tangent, problem.cost
     assert cost is not None
-    if head_of(problem.features) is not None or of_some_weights(tangent.network):
+    if head_of(problem.features) is not None or of_some_weights(tangent.network) or problem.measured:
         return None
     try:
         with warnings.catch_warnings():
