@@ -342,8 +342,10 @@ def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, 
     return replace(posterior, calibration=calibrate_regression(y.reshape(f.shape), f, covariance, noise))
 
 
-def split_conformal(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> SplitConformal:
-    """Scores of these data.
+def split_conformal(
+    held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None, seed: int
+) -> SplitConformal:
+    """Scores of these data, with draws of a seed.
 
     Raises:
         ValueError: where outputs have several shapes; if what is predicted is not finite.
@@ -352,12 +354,13 @@ def split_conformal(held_out: HeldOut, network: Linearisation, posterior: Poster
         raise ValueError(
             "`calibrate_conformal(val_loader)` needs outputs of one shape, but those of these data are of several."
         )
-    scores = []
+    scores, num_samples = [], len(posterior.samples)
     for batch in torch.arange(held_out.data.num_data).split(posterior.rows):
-        prediction = predict(network, posterior, fit, held_out.data.inputs(batch))
-        check_finite(prediction.outputs, prediction.deviations)
+        x = held_out.data.inputs(batch)
+        prediction = predict(network, posterior, fit, x, num_samples=num_samples, seed=seed)
+        check_finite(prediction.outputs, prediction.variance)
         scores.append(prediction.scores_of(held_out.targets[batch]).cpu())
-    return SplitConformal.of(torch.cat(scores), len(posterior.samples))
+    return SplitConformal.of(torch.cat(scores), num_samples)
 
 
 def calibrated_by(

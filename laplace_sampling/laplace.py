@@ -367,16 +367,18 @@ class LinearisedLaplace:
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if weights that the fit shares with the model have changed since.
         """
-        posterior = (fitted := self._drawn("predict")).posterior
-        num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
+        fitted = self._require("predict")
+        num_samples, x = samples_for(num_samples, accuracy, fitted.num_samples(self.settings)), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
         return predict(
             self.network,
-            posterior,
+            fitted.posterior,
             fitted.fit,
             x,
             num_samples=num_samples,
+            seed=self.settings.seed,
+            samples=fitted.samples_by(self.settings),
             noise_variances=noise_variances,
             observed=observed,
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
@@ -412,12 +414,14 @@ class LinearisedLaplace:
                 shape is not the same in all batches.
         """
         data.check("predict_loader", "unpack")
-        fitted = self._drawn("predict_loader")
+        fitted = self._require("predict_loader")
+        num_samples, samples = fitted.num_samples(self.settings), fitted.samples_by(self.settings)
         names = check_quantities("predict_loader", outputs, self.settings.likelihood)
 
         def predicted(x: Any) -> Prediction:
             self._check_network("predict_loader")
-            return predict(self.network, fitted.posterior, fitted.fit, x)
+            options = {"num_samples": num_samples, "seed": self.settings.seed, "samples": samples}
+            return predict(self.network, fitted.posterior, fitted.fit, x, **options)
 
         return predictions_of(loader, predicted, names, fitted.posterior.rows, progress, data.unpack)
 
@@ -510,7 +514,9 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate_conformal", val_loader, data)
         with self.settings.processes.shared_call():
-            conformal = split_conformal(held_out, self.network, fitted.posterior, fitted.fit)
+            conformal = split_conformal(
+                held_out, self.network, fitted.posterior, fitted.fit, self.settings.seed
+            )
         self._fitted = replace(fitted, posterior=replace(fitted.posterior, conformal=conformal))
         return self
 

@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -240,6 +240,19 @@ class Fitted:
     tangent: TangentModel | None = None
     num_draws: int = 0
     of_earlier_weights: bool = False
+
+    def num_samples(self, settings: Settings) -> int:
+        """How many samples the posterior has, or will have."""
+        return len(self.posterior.samples) or settings.num_samples
+
+    def samples_by(self, settings: Settings) -> Callable[[], Float[Tensor, "K P"]]:
+        """Returns what gives the samples of this posterior, and draws them if the fit did not need them."""
+
+        def samples() -> Float[Tensor, "K P"]:
+            self.draw(settings)
+            return self.posterior.samples
+
+        return samples
 
     def draw(self, settings: Settings) -> None:
         """Draw the samples of the posterior, if the fit did not need them."""
