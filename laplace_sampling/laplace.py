@@ -368,7 +368,8 @@ class LinearisedLaplace:
             ValueError: for NaN in `x`, or if weights that the fit shares with the model have changed since.
         """
         fitted = self._require("predict")
-        num_samples, x = samples_for(num_samples, accuracy, fitted.num_samples(self.settings)), checked_inputs(x)
+        available, seed, samples = fitted.draws(self.settings)
+        num_samples, x = samples_for(num_samples, accuracy, available), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
         return predict(
@@ -377,8 +378,8 @@ class LinearisedLaplace:
             fitted.fit,
             x,
             num_samples=num_samples,
-            seed=self.settings.seed,
-            samples=fitted.samples_by(self.settings),
+            seed=seed,
+            samples=samples,
             noise_variances=noise_variances,
             observed=observed,
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
@@ -415,13 +416,13 @@ class LinearisedLaplace:
         """
         data.check("predict_loader", "unpack")
         fitted = self._require("predict_loader")
-        num_samples, samples = fitted.num_samples(self.settings), fitted.samples_by(self.settings)
+        num_samples, seed, samples = fitted.draws(self.settings)
         names = check_quantities("predict_loader", outputs, self.settings.likelihood)
 
         def predicted(x: Any) -> Prediction:
             self._check_network("predict_loader")
-            options = {"num_samples": num_samples, "seed": self.settings.seed, "samples": samples}
-            return predict(self.network, fitted.posterior, fitted.fit, x, **options)
+            posterior, fit = fitted.posterior, fitted.fit
+            return predict(self.network, posterior, fit, x, num_samples=num_samples, seed=seed, samples=samples)
 
         return predictions_of(loader, predicted, names, fitted.posterior.rows, progress, data.unpack)
 
@@ -487,7 +488,7 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate", val_loader, data)
         with self.settings.processes.shared_call():
-            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit)
+            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings))
         self._fitted = replace(fitted, posterior=posterior)
         problems = held_out_problems(held_out, fitted.tangent, posterior.likelihood, posterior.calibration)
         warn_of([], [*problems, *posterior.calibration.problems], stacklevel=4)
@@ -515,7 +516,7 @@ class LinearisedLaplace:
         fitted, held_out = self._held_out("calibrate_conformal", val_loader, data)
         with self.settings.processes.shared_call():
             conformal = split_conformal(
-                held_out, self.network, fitted.posterior, fitted.fit, self.settings.seed
+                held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings)
             )
         self._fitted = replace(fitted, posterior=replace(fitted.posterior, conformal=conformal))
         return self
@@ -523,7 +524,7 @@ class LinearisedLaplace:
     def _held_out(self, call: str, val_loader: Iterable[Any], data: Data) -> tuple[Fitted, HeldOut]:
         """What was fitted, and data that calibrate it."""
         data.check(call, "unpack", "num_data")
-        fitted = self._drawn(call)
+        fitted = self._require(call)
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         settings = self.settings

@@ -241,18 +241,14 @@ class Fitted:
     num_draws: int = 0
     of_earlier_weights: bool = False
 
-    def num_samples(self, settings: Settings) -> int:
-        """How many samples the posterior has, or will have."""
-        return len(self.posterior.samples) or settings.num_samples
-
-    def samples_by(self, settings: Settings) -> Callable[[], Float[Tensor, "K P"]]:
-        """Returns what gives the samples of this posterior, and draws them if the fit did not need them."""
+    def draws(self, settings: Settings) -> tuple[int, int, Callable[[], Float[Tensor, "K P"]]]:
+        """The number of samples of this posterior, the seed, and what gives them, drawn if the fit did not need them."""
 
         def samples() -> Float[Tensor, "K P"]:
             self.draw(settings)
             return self.posterior.samples
 
-        return samples
+        return len(self.posterior.samples) or settings.num_samples, settings.seed, samples
 
     def draw(self, settings: Settings) -> None:
         """Draw the samples of the posterior, if the fit did not need them."""

@@ -127,9 +127,7 @@ def predict(
 ) -> Prediction:
     """Predictions of the outputs, or of measurements of them.
 
-    Draws of the outputs of a datum are made from their covariance if it has a closed form and takes no more pullbacks,
-    one for each output, than there are samples, each of which takes a tangent. Tangents of a last layer take no run of
-    the network, and are as cheap as its covariance.
+    Draws of the outputs of a datum are made from their covariance if it has a closed form and `draws_are_cheap`.
 
     Args:
         network: the linearised network.
@@ -145,7 +143,7 @@ def predict(
         check: raises if the network is another one when covariances are asked for.
     """
     x = place(x, network.device, network.dtype)
-    last_layer = isinstance(network, LastLayer)
+    whole = network
     outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
     _check_axes(outputs, layout, fitted_layout)
     features: Features = features_at(network, x, posterior.rows, layout)
@@ -167,7 +165,7 @@ def predict(
     factor = calibration.scale / calibration.temperature**2
     if calibration.factors != Calibration().factors:
         outputs = outputs / calibration.temperature
-    if function is None or last_layer or features.num_outputs > num_samples:
+    if function is None or not draws_are_cheap(whole, features.num_outputs, num_samples):
         deviations = math.sqrt(factor) * sampled().reshape(num_samples, *outputs.shape)
     return make_prediction(
         outputs,
@@ -178,6 +176,14 @@ def predict(
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,
     )
+
+
+def draws_are_cheap(network: Linearisation, num_outputs: int, num_samples: int) -> bool:
+    """Whether covariances of outputs take less than samples: a pullback for each output, or a tangent for each sample.
+
+    Tangents of a last layer take no run of the network, and are as cheap as its covariances.
+    """
+    return num_outputs <= num_samples and not isinstance(network, LastLayer)
 
 
 def _evaluated(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout, Linearisation, Any]:

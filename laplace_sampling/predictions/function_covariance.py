@@ -58,12 +58,18 @@ class Function(FunctionCovariance):
 
     def draws(self) -> Float[Tensor, "K N C"]:
         """Draws of the outputs of each datum by itself, `V_n^{1/2} z_k`; their mean square is `V_n` if `K ≥ C`."""
-        blocks = self.blocks().double()
-        finite = blocks.isfinite().all(2).all(1)[:, None, None]
-        values, vectors = torch.linalg.eigh(blocks.where(finite, 0.0))
-        # The symmetric root, which does not depend on the signs of eigenvectors.
-        root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
-        return (self.white(blocks.shape[1]).to(root) @ root.where(finite, torch.nan)).transpose(0, 1)
+        blocks = self.blocks()
+        return draws_of(blocks, self.white(blocks.shape[1]))
+
+
+def draws_of(blocks: Float[Tensor, "N C C"], white: Float[Tensor, "K C"]) -> Float[Tensor, "K N C"]:
+    """`V_n^{1/2} z_k` in float64; NaN where a covariance is not finite."""
+    blocks = blocks.double()
+    finite = blocks.isfinite().all(2).all(1)[:, None, None]
+    values, vectors = torch.linalg.eigh(blocks.where(finite, 0.0))
+    # The symmetric root, which does not depend on the signs of eigenvectors.
+    root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
+    return (white.to(root) @ root.where(finite, torch.nan)).transpose(0, 1)
 
 
 @lru_cache(16)  # as many calls for one datum each have the same
