@@ -242,7 +242,7 @@ class Fitted:
     of_earlier_weights: bool = False
 
     def draws(self, settings: Settings) -> tuple[int, int, Callable[[], Float[Tensor, "K P"]]]:
-        """The number of samples of this posterior, the seed, and what gives them, drawn if the fit did not need them."""
+        """The number of samples of this posterior, the seed, and what draws them if the fit did not need them."""
 
         def samples() -> Float[Tensor, "K P"]:
             self.draw(settings)

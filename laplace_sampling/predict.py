@@ -150,10 +150,9 @@ def predict(
     own, likelihood, calibration = outputs, posterior.likelihood, posterior.calibration
     observation, measurement = getattr(likelihood, "observe", None), None
     if observed and observation is not None:
-        measurement = as_measurement(observation, features.num_outputs, outputs.dtype)
-        features = ObservedFeatures(features, measurement)
-        outputs = measurement.apply(flattened(outputs))
-        layout = Layout.single(outputs.shape[1:])
+        measurement = as_measurement(observation, outputs)
+        features, layout = ObservedFeatures(features, measurement), Layout.single(measurement.entries)
+        outputs = measurement.apply(flattened(outputs)).reshape(len(outputs), *measurement.entries)
 
     def sampled() -> Float[Tensor, "K N C"]:
         vectors = (posterior.samples if samples is None else samples())[:num_samples]
@@ -162,6 +161,8 @@ def predict(
 
     # Of no data that of the samples has the right shape.
     function, deviations = covariance_of(posterior, fit, features) if len(outputs) else None, None
+    # Of an image that is measured, samples are there after one product each, and each pixel would take a pullback.
+    for_variances = observation is None or features.num_outputs <= num_samples
     factor = calibration.scale / calibration.temperature**2
     if calibration.factors != Calibration().factors:
         outputs = outputs / calibration.temperature
@@ -171,7 +172,9 @@ def predict(
         outputs,
         deviations,
         calibration.likelihood(likelihood).bind(layout),
-        function=None if function is None else OnRequest(function, check, sampled, num_samples, seed, factor),
+        function=None
+        if function is None
+        else OnRequest(function, check, sampled, num_samples, seed, factor, for_variances),
         conformal=posterior.conformal,
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,

@@ -21,7 +21,7 @@ from laplace_sampling.solvers.preconditioners import Curvature, Jacobi
 
 
 def has_covariances_by_layers(curvature: Curvature, spread: Float[Tensor, " P"], scale: Float[Tensor, " P"]) -> bool:
-    """Whether `covariances_by_layers` may be there: of one prior precision in unscaled coordinates, or of a diagonal."""
+    """Whether `covariances_by_layers` may be there: of one prior precision without scales, or of a diagonal."""
     if isinstance(curvature, Jacobi):
         return True
     known = isinstance(curvature, LowRank) or (isinstance(curvature, Kronecker) and not len(curvature.rest))

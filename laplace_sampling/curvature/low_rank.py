@@ -47,7 +47,6 @@ from laplace_sampling.solvers.operator import Operator, row_products
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature
 
-
 # The error at test data that are the worst of 100, in units of that at the training data; and of products with rows in
 # float32, in units of its rounding: of one row it is 8 (`methods/closed_form.py`), sums of many numbers have some more.
 _LARGEST, _ROUNDINGS = 6.0, 10.0

@@ -262,6 +262,11 @@ class Features(ABC):
         """`φ_i` of the data of a batch, by layers of a network whose weights are all in layers."""
         return None
 
+    def rows_of(self, datum: int, outputs: slice) -> Float[Tensor, "c P"]:
+        """Some rows of a `φ_i`, by VJPs of unit vectors."""
+        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
+        return self.vjp(eye[outputs, None], torch.tensor([datum]))
+
     def chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
         """The indices of a batch, by default of all data, in parts of at most `batch_size`."""
         indices = torch.arange(self.num_data) if batch is None else batch
@@ -462,6 +467,9 @@ class DenseFeatures(Features):
         is_all = len(batch) == self.num_data and bool((batch[1:] > batch[:-1]).all())
         return self.matrix if is_all else self.matrix[batch.to(self.device)]
 
+    def rows_of(self, datum: int, outputs: slice) -> Tensor:
+        return self.matrix[datum, outputs]
+
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         rows = self.rows(batch)
         return (v @ rows.flatten(0, 1).T).reshape(len(v), len(batch), self.num_outputs)
@@ -523,9 +531,11 @@ class ObservedFeatures(DerivedFeatures):
         return self.measurement.adjoint(u)
 
     def rows(self, batch: Tensor) -> Tensor:
-        # A VJP for each measurement: often there are far fewer of them than outputs.
-        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
-        return torch.stack([self.vjp(eye[:, None], datum) for datum in batch.split(1)])
+        # A VJP for each measurement: often there are far fewer of them than outputs. A few at a time, for each takes a
+        # vector of all outputs.
+        parts = torch.arange(self.num_outputs).split(max(1, NUMBERS_TOGETHER // self.features.num_outputs))
+        rows = [self.rows_of(int(datum), slice(int(p[0]), int(p[-1]) + 1)) for datum in batch for p in parts]
+        return torch.cat(rows).reshape(len(batch), self.num_outputs, self.size)
 
 
 class SomeFeatures(DerivedFeatures):
@@ -568,12 +578,9 @@ def row_blocks(features: Features, block_bytes: float = BLOCK_BYTES, start: int 
             rows = [features.rows(batch).flatten(0, 1).double() for batch in features.chunks(block)]
             yield first * num_outputs, rows[0] if len(rows) == 1 else torch.cat(rows)
         return
-    eye = torch.eye(num_outputs, dtype=features.dtype, device=features.device)
     for datum in range(start, features.num_data):
         for first in range(0, num_outputs, most):
-            # A VJP of a unit vector is a row: `features.rows` would hold all outputs of the datum.
-            rows = features.vjp(eye[first : first + most, None], torch.tensor([datum]))
-            yield datum * num_outputs + first, rows.double()
+            yield datum * num_outputs + first, features.rows_of(datum, slice(first, first + most)).double()
 
 
 class NetworkFeatures(Features):
@@ -623,12 +630,8 @@ class NetworkFeatures(Features):
         if self.dtype == torch.float64:
             return self
         other = copy.copy(self)
-        try:
-            other.network = self.network.in_float64()
-            computed = other.network(other.inputs(torch.tensor([0]))[0]).dtype
-        except Exception:  # some networks cannot be copied, or compute in a dtype of their own
-            return self
-        return other if computed == torch.float64 else self
+        other.network = in_float64_at(self.network, self.inputs(torch.tensor([0]))[0])
+        return self if other.network is self.network else other
 
     def inputs(self, batch: Tensor) -> tuple[Any, Layout]:
         """The inputs, and the layout of the outputs that the network gives for them."""
@@ -678,6 +681,22 @@ class NetworkFeatures(Features):
         x, layout = self.inputs(batch)
         rows = self.network.jacobian(x)
         return rows if layout == self.layout else layout.widen(rows.mT, self.layout).mT
+
+
+def in_float64_at(network: Linearisation, x: Any, copied: Linearisation | None = None) -> Linearisation:
+    """The network in float64, or the network itself if it does not compute so at these inputs.
+
+    Args:
+        network: linearised network.
+        x: inputs.
+        copied: `network.in_float64()`, if it is there.
+    """
+    try:
+        other = copied or network.in_float64()
+        computed = other(place(x, other.device, other.dtype)).dtype
+    except Exception:  # some networks cannot be copied, or compute in a dtype of their own
+        return network
+    return other if computed == torch.float64 else network
 
 
 def features_at(

@@ -26,7 +26,7 @@ from laplace_sampling.curvature.closed_form import (
     prior_of_factored,
 )
 from laplace_sampling.curvature.head import head_of, head_operations, is_exact
-from laplace_sampling.curvature.kronecker import CURVATURE, CURVATURES, Inverse, Kronecker
+from laplace_sampling.curvature.kronecker import CURVATURE, CURVATURES, Kronecker
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows
 from laplace_sampling.gp.evidence import HyperparameterBounds
@@ -704,7 +704,11 @@ class Exact(Method):
 
     def remark(self, problem: Problem, memory: Memory) -> str:
         size, rows = problem.features.size, problem.num_observations
-        return f", in the space of the {space_of(problem)} (P = {size} weights, N·C = {rows} observations)"
+        space = space_of(problem)
+        held = space == "observations" and holds_rows(problem.features, memory)
+        name = "TΦ" if problem.measured else "Φ"
+        held = f"; the rows of {name} are held" if held else ""
+        return f", in the space of the {space} (P = {size} weights, N·C = {rows} observations{held})"
 
     def build_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GaussianPrior:
         if space_of(problem) == "observations":

@@ -454,7 +454,7 @@ def _close(found: Tensor, expected: Tensor, eps: float | None = None) -> bool:
 
 # Positions of weights in the flat vector, `[m, k]`, and `g`, `[n, m]`, and `a`, `[n, k]`, of each datum.
 Outer = tuple[Tensor, Float[Tensor, "n m"], Float[Tensor, "n k"]]
-# A layer with `g`, `[n, C, m]`, and `a`, `[n, k]`, of a datum that uses it once; else its part of the rows, `[n, C, p]`.
+# A layer with `g`, `[n, C, m]`, and `a`, `[n, k]`, where a datum uses it once; else with its part of rows, `[n, C, p]`.
 OfOutputs = tuple[Layer, tuple[Tensor, ...]]
 # Data of which the layers are found, at most.
 _TRIED = 16

@@ -30,6 +30,9 @@ _KEPT = 2**24
 class FunctionCovariance(ABC):
     """Covariance of the function at the inputs of a prediction without samples, as the exact method knows it."""
 
+    # Whether variances are those of this covariance; else they are those of the samples, which are there anyway.
+    for_variances: bool = True
+
     def variance(self) -> Float[Tensor, "N C"]:
         """The variance of each output."""
         return self.blocks().diagonal(dim1=1, dim2=2).clamp_min(0)
@@ -103,6 +106,7 @@ class OnRequest(Function):
         num_samples: their number, and that of draws.
         seed: of draws.
         factor: of the covariance.
+        for_variances: whether variances are worth their pullbacks, one for each output.
         known: what was computed, by the names of the methods below.
     """
 
@@ -112,6 +116,7 @@ class OnRequest(Function):
     num_samples: int
     seed: int
     factor: float = 1.0
+    for_variances: bool = True
     known: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @solver_call
@@ -137,12 +142,12 @@ class OnRequest(Function):
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled: covariances and samples, since the network and the training data stay behind."""
         known = dict(self.known)
-        if self.function is not None:
+        if self.function is not None and self.for_variances:
             num, size = self.variance().shape
             numbers = {"blocks": num * size**2, "joint": (num * size) ** 2, "deviations": self.num_samples * num * size}
             known |= {"variance": self.variance()}
             known |= {name: self._computed(name) for name, n in numbers.items() if n <= _KEPT}
-        return OnRequest, (None, _nothing, _no_samples, self.num_samples, self.seed, 1.0, known)
+        return OnRequest, (None, _nothing, _no_samples, self.num_samples, self.seed, 1.0, self.for_variances, known)
 
     def variance(self) -> Tensor:
         # Most have a variance by their blocks only, which draws take, too.

@@ -31,7 +31,8 @@ class Prediction(ABC):
     """A prediction at some inputs. Outputs keep the shape that the network gives them, `[N, ...]`.
 
     Where the posterior has a closed form, covariances are those of `function`, without sampling noise; otherwise those
-    of the samples.
+    of the samples. So are variances, except of outputs that are measured (`Gaussian(observe=T)`) and more than the
+    samples.
 
     What is said of each datum by itself, as probabilities, entropies and `log_prob`, are means over draws of its
     outputs from their covariance, if that is known and cheaper than samples. `samples`, `deviations` and
@@ -94,7 +95,7 @@ class Prediction(ABC):
 
     @cached_property
     def _variances(self) -> Float[Tensor, "N *C"]:
-        if self.function is not None:
+        if self.function is not None and self.function.for_variances:
             return self.function.variance().to(self.outputs).reshape(self.outputs.shape)
         # Divided by K, not K − 1: the mean of the samples is known to be zero.
         return (self.deviations**2).mean(0)
