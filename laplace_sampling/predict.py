@@ -168,13 +168,14 @@ def predict(
         outputs = outputs / calibration.temperature
     if function is None or not draws_are_cheap(whole, features.num_outputs, num_samples):
         deviations = math.sqrt(factor) * sampled().reshape(num_samples, *outputs.shape)
+    if function is not None:
+        later = sampled if deviations is None else None
+        function = OnRequest(function, check, factor, for_variances, later, num_samples, seed)
     return make_prediction(
         outputs,
         deviations,
         calibration.likelihood(likelihood).bind(layout),
-        function=None
-        if function is None
-        else OnRequest(function, check, sampled, num_samples, seed, factor, for_variances),
+        function=function,
         conformal=posterior.conformal,
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,

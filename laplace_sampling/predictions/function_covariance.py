@@ -90,11 +90,6 @@ def _nothing() -> None:
     """The check of a covariance that was pickled."""
 
 
-def _no_samples() -> Tensor:
-    """The samples of a function that was pickled."""
-    raise AssertionError
-
-
 @dataclass(frozen=True)
 class OnRequest(Function):
     """What is known of the function, computed when it is first asked for, and kept where the prediction is pickled.
@@ -102,21 +97,21 @@ class OnRequest(Function):
     Args:
         function: the covariance; None after it was pickled.
         check: raises if it can not be computed any more.
-        sampled: computes `deviations`.
-        num_samples: their number, and that of draws.
-        seed: of draws.
         factor: of the covariance.
         for_variances: whether variances are worth their pullbacks, one for each output.
+        sampled: computes `deviations`, without the factor; `None` if the prediction has them.
+        num_samples: their number, and that of draws.
+        seed: of draws.
         known: what was computed, by the names of the methods below.
     """
 
     function: FunctionCovariance | None
     check: Callable[[], None]
-    sampled: Callable[[], Tensor]
-    num_samples: int
-    seed: int
     factor: float = 1.0
     for_variances: bool = True
+    sampled: Callable[[], Tensor] | None = None
+    num_samples: int = 0
+    seed: int = 0
     known: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @solver_call
@@ -131,6 +126,7 @@ class OnRequest(Function):
             )
         self.check()
         if name == "deviations":
+            assert self.sampled is not None
             found = math.sqrt(self.factor) * self.sampled()
         else:
             found = self.factor * getattr(self.function, name)()
@@ -144,10 +140,10 @@ class OnRequest(Function):
         known = dict(self.known)
         if self.function is not None and self.for_variances:
             num, size = self.variance().shape
-            numbers = {"blocks": num * size**2, "joint": (num * size) ** 2, "deviations": self.num_samples * num * size}
-            known |= {"variance": self.variance()}
-            known |= {name: self._computed(name) for name, n in numbers.items() if n <= _KEPT}
-        return OnRequest, (None, _nothing, _no_samples, self.num_samples, self.seed, 1.0, self.for_variances, known)
+            numbers = {"variance": 0, "blocks": num * size**2, "joint": (num * size) ** 2}
+            numbers |= {"deviations": self.num_samples * num * size} if self.sampled is not None else {}
+            known |= {name: getattr(self, name)() for name, n in numbers.items() if n <= _KEPT}
+        return OnRequest, (None, _nothing, 1.0, self.for_variances, None, self.num_samples, self.seed, known)
 
     def variance(self) -> Tensor:
         # Most have a variance by their blocks only, which draws take, too.
