@@ -27,7 +27,7 @@ from laplace_sampling.linear_model.held_out import HeldOut, check_calibration
 from laplace_sampling.linear_model.linear_model import TangentModel
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.method import Fit, Method, Task
-from laplace_sampling.methods.plan import Plan
+from laplace_sampling.methods.plan import Plan, of_last_layer
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.linearisation import Linearisation
@@ -177,9 +177,10 @@ class LinearisedLaplace:
                   `"diagonal"` a regression takes the evidence of the network's own weights.
 
                 The evidence of a classification may give error bars that are too wide. A `CalibrationWarning` says so.
-            budget: iterations stop after this many training epochs, counted in operations (`plan`). The first 10¹⁰
-                operations, a second or so, are never refused, so that small problems take more epochs. `None` is no
-                limit.
+            budget: iterations stop after this many training epochs, counted in operations (`plan`); of measurements
+                (`Gaussian(observe=T)`) an epoch has as many gradients as a datum has measurements, or one for each
+                datum if these are more. The first 10¹⁰ operations, a second or so, are never refused, so that small
+                problems take more epochs. `None` is no limit.
             tolerance: `τ`, the relative error of predicted standard deviations, beside the noise `1/√(2K)` of `K`
                 samples. Where the prior decides, they are proportional to `α^{-1/2}`. So the search for `log α` (and
                 `log b`) stops when a step or its standard error is below `2τ`. Samples are solved for to the same `τ`.
@@ -274,7 +275,9 @@ class LinearisedLaplace:
             problem, held_out = prepare_with_held_out(
                 self.settings, self.network, loader, val_loader, data, budget=budget, progress=False
             )
-            return Plan.of(problem.by(as_criterion(criterion), held_out), self.settings.method)
+            rule, alone = as_criterion(criterion), of_last_layer(problem)
+            alone = None if alone is None else alone.by(rule, held_out)
+            return Plan.of(problem.by(rule, held_out), self.settings.method, alone)
         finally:
             batching.max_rows = max_rows
             self.network.products.update(counts)

@@ -143,13 +143,15 @@ def predict(
     features: Features = features_at(network, x, posterior.rows, layout)
     observation = getattr(posterior.likelihood, "observe", None)
     if observed and observation is not None:
-        measurement = as_measurement(observation, features.num_outputs, outputs.dtype)
-        features = ObservedFeatures(features, measurement)
-        outputs, deviations = measurement.apply(flattened(outputs)), measurement.apply(deviations)
-        layout = Layout.single(outputs.shape[1:])
+        measurement = as_measurement(observation, outputs)
+        features, layout = ObservedFeatures(features, measurement), Layout.single(measurement.entries)
+        deviations = measurement.apply(deviations)
+        outputs = measurement.apply(flattened(outputs)).reshape(len(outputs), *measurement.entries)
     deviations = deviations.reshape(len(deviations), *outputs.shape)
     # Of no data that of the samples has the right shape.
     function = covariance_of(posterior, fit, features) if len(outputs) else None
+    # Of an image that is measured, samples are there after one product each, and each pixel would take a pullback.
+    for_variances = observation is None or features.num_outputs <= len(deviations)
     calibration = posterior.calibration
     factor = calibration.scale / calibration.temperature**2
     if calibration.factors != Calibration().factors:
@@ -158,7 +160,7 @@ def predict(
         outputs,
         deviations,
         calibration.likelihood(posterior.likelihood).bind(layout),
-        function=None if function is None else OnRequest(function, check, factor),
+        function=None if function is None else OnRequest(function, check, factor, for_variances),
         conformal=posterior.conformal,
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,

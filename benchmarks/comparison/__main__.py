@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         top.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
         options = top.parse_args(arguments[1:])
         return write(options.files, options.records, options.page)
-    top.add_argument("--suite", choices=("first", "second"), default="second")
+    top.add_argument("--suite", choices=("first", "second", "budget"), default="second")
     top.add_argument("--data", type=Path, metavar="DIR", help="with images, uci and uci-large")
     top.add_argument("--quick", action="store_true", help="two small cases, without data from a folder")
     top.add_argument("--only", metavar="REGEX", default="", help="searched for in `task / network / training / method`")

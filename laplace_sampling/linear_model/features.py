@@ -195,6 +195,11 @@ class Features(ABC):
     def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
         """`φ_i` of the data of a batch, all its numbers: for methods that hold the Jacobian, or a part of it."""
 
+    def rows_of(self, datum: int, outputs: slice) -> Float[Tensor, "c P"]:
+        """Some rows of a `φ_i`, by VJPs of unit vectors."""
+        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
+        return self.vjp(eye[outputs, None], torch.tensor([datum]))
+
     def chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
         """The indices of a batch, by default of all data, in parts of at most `batch_size`."""
         indices = torch.arange(self.num_data) if batch is None else batch
@@ -395,6 +400,9 @@ class DenseFeatures(Features):
         is_all = len(batch) == self.num_data and bool((batch[1:] > batch[:-1]).all())
         return self.matrix if is_all else self.matrix[batch.to(self.device)]
 
+    def rows_of(self, datum: int, outputs: slice) -> Tensor:
+        return self.matrix[datum, outputs]
+
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         rows = self.rows(batch)
         return (v @ rows.flatten(0, 1).T).reshape(len(v), len(batch), self.num_outputs)
@@ -456,9 +464,11 @@ class ObservedFeatures(DerivedFeatures):
         return self.measurement.adjoint(u)
 
     def rows(self, batch: Tensor) -> Tensor:
-        # A VJP for each measurement: often there are far fewer of them than outputs.
-        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
-        return torch.stack([self.vjp(eye[:, None], datum) for datum in batch.split(1)])
+        # A VJP for each measurement: often there are far fewer of them than outputs. A few at a time, for each takes a
+        # vector of all outputs.
+        parts = torch.arange(self.num_outputs).split(max(1, NUMBERS_TOGETHER // self.features.num_outputs))
+        rows = [self.rows_of(int(datum), slice(int(p[0]), int(p[-1]) + 1)) for datum in batch for p in parts]
+        return torch.cat(rows).reshape(len(batch), self.num_outputs, self.size)
 
 
 class SomeFeatures(DerivedFeatures):
@@ -498,12 +508,9 @@ def row_blocks(features: Features, block_bytes: float = BLOCK_BYTES, start: int 
             rows = [features.rows(batch).flatten(0, 1).double() for batch in features.chunks(block)]
             yield first * num_outputs, rows[0] if len(rows) == 1 else torch.cat(rows)
         return
-    eye = torch.eye(num_outputs, dtype=features.dtype, device=features.device)
     for datum in range(start, features.num_data):
         for first in range(0, num_outputs, most):
-            # A VJP of a unit vector is a row: `features.rows` would hold all outputs of the datum.
-            rows = features.vjp(eye[first : first + most, None], torch.tensor([datum]))
-            yield datum * num_outputs + first, rows.double()
+            yield datum * num_outputs + first, features.rows_of(datum, slice(first, first + most)).double()
 
 
 class NetworkFeatures(Features):

@@ -707,7 +707,11 @@ class Exact(Method):
 
     def remark(self, problem: Problem, memory: Memory) -> str:
         size, rows = problem.features.size, problem.num_observations
-        return f", in the space of the {space_of(problem)} (P = {size} weights, N·C = {rows} observations)"
+        space = space_of(problem)
+        held = space == "observations" and holds_rows(problem.features, memory)
+        name = "TΦ" if problem.measured else "Φ"
+        held = f"; the rows of {name} are held" if held else ""
+        return f", in the space of the {space} (P = {size} weights, N·C = {rows} observations{held})"
 
     def build_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GaussianPrior:
         if space_of(problem) == "observations":

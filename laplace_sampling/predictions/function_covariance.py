@@ -27,6 +27,9 @@ _KEPT = 2**24
 class FunctionCovariance(ABC):
     """Covariance of the function at the inputs of a prediction without samples, as the exact method knows it."""
 
+    # Whether variances are those of this covariance; else they are those of the samples, which are there anyway.
+    for_variances: bool = True
+
     def variance(self) -> Float[Tensor, "N C"]:
         """The variance of each output."""
         return self.blocks().diagonal(dim1=1, dim2=2).clamp_min(0)
@@ -52,12 +55,14 @@ class OnRequest(FunctionCovariance):
         function: the covariance; None after it was pickled.
         check: raises if it can not be computed any more.
         factor: of the covariance.
+        for_variances: whether variances are worth their pullbacks, one for each output.
         known: what was computed before it was pickled, by the names of the methods below.
     """
 
     function: FunctionCovariance | None
     check: Callable[[], None]
     factor: float = 1.0
+    for_variances: bool = True
     known: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @solver_call
@@ -78,11 +83,13 @@ class OnRequest(FunctionCovariance):
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled: the covariances themselves, since the network and the training data stay behind."""
         if self.function is None:
-            return OnRequest, (None, _nothing, 1.0, self.known)
+            return OnRequest, (None, _nothing, 1.0, self.for_variances, self.known)
+        if not self.for_variances:
+            return OnRequest, (None, _nothing, 1.0, False, {})
         num, size = self.variance().shape
         numbers = {"variance": 0, "blocks": num * size**2, "joint": (num * size) ** 2}
         known = {name: self._computed(name) for name, n in numbers.items() if n <= _KEPT}
-        return OnRequest, (None, _nothing, 1.0, known)
+        return OnRequest, (None, _nothing, 1.0, True, known)
 
     def variance(self) -> Tensor:
         return self._computed("variance")

@@ -30,7 +30,8 @@ from laplace_sampling.predictions.function_covariance import FunctionCovariance,
 class Prediction(ABC):
     """A prediction at some inputs. Outputs keep the shape that the network gives them, `[N, ...]`.
 
-    After an exact fit, covariances are those of `function`, without sampling noise; otherwise those of the samples.
+    After an exact fit, covariances are those of `function`, without sampling noise; otherwise those of the samples. So
+    are variances, except of outputs that are measured (`Gaussian(observe=T)`) and more than the samples.
 
     Attributes:
         outputs: the outputs of the network.
@@ -64,7 +65,7 @@ class Prediction(ABC):
 
     @cached_property
     def _variances(self) -> Float[Tensor, "N *C"]:
-        if self.function is not None:
+        if self.function is not None and self.function.for_variances:
             return self.function.variance().to(self.outputs).reshape(self.outputs.shape)
         # Divided by K, not K − 1: the mean of the samples is known to be zero.
         return (self.deviations**2).mean(0)
