@@ -82,7 +82,7 @@ def projected(validated: bool = False) -> Callable[[Problem], Fitted]:
     def method(problem: Problem) -> Fitted:
         train = problem.data.train
         some = torch.randperm(len(train.x), generator=torch.Generator().manual_seed(problem.seed))[:SUBSAMPLE]
-        eigenvalues, vectors = torch.linalg.eigh(prior_covariance(problem.network, train.x[some], problem.seed))
+        eigenvalues, vectors = torch.linalg.eigh(prior_covariance(problem.network, train.x[some]))
         root, inverse = ((vectors * eigenvalues**power) @ vectors.T for power in (0.5, -0.5))
         network = copy.deepcopy(problem.network)
         name, head = head_of(network)
@@ -92,7 +92,8 @@ def projected(validated: bool = False) -> Callable[[Problem], Fitted]:
             head.weight.copy_(head.weight.double() @ inverse)
         network.set_submodule(name, nn.Sequential(before.requires_grad_(False), head))
         fit = last_layer(_With(**vars(problem) | {"network": network}))
-        return replace(fit, epochs=fit.epochs + len(some) / len(train.x))
+        rows = len(some) * problem.task.outputs
+        return replace(fit, epochs=fit.epochs + rows / len(train.x))
 
     return method
 
@@ -105,13 +106,13 @@ class _With(Problem):
         vars(self)["network"] = network
 
 
-def prior_covariance(network: nn.Module, x: Tensor, seed: int) -> Tensor:
-    """`I + Φ⁺ K Φ⁺ᵀ` of the weights of an output from the hidden units; `K` is a mean over outputs."""
-    name = head_of(network)[0]
-    tangent = Linearisation(network, [f"!{name}.*"])
-    shape = outputs_of(network, x).shape
-    signs = torch.randint(2, shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
-    rows = tangent.vjp_each(x, signs / shape[1] ** 0.5).double()
+def prior_covariance(network: nn.Module, x: Tensor) -> Tensor:
+    """`I + Φ⁺ K Φ⁺ᵀ` of the weights of an output from the hidden units; `K` is the mean over outputs."""
+    tangent = Linearisation(network, [f"!{head_of(network)[0]}.*"])
+    outputs = outputs_of(network, x)
     inverse = torch.linalg.pinv(hidden(network, x).double(), rtol=1e-3)
-    projection = inverse @ rows
-    return torch.eye(len(inverse)).double() + projection @ projection.T
+    total = torch.zeros(len(inverse), len(inverse)).double()
+    for unit in torch.eye(outputs.shape[1]):
+        projection = inverse @ tangent.vjp_each(x, unit.expand(outputs.shape)).double()
+        total += projection @ projection.T
+    return torch.eye(len(inverse)).double() + total / outputs.shape[1]
