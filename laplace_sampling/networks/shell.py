@@ -387,8 +387,8 @@ class Shell:
         """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
         num = num_rows(x)
 
-        def outputs(weights: Weights, composed: bool = True) -> Tensor:
-            output = self(weights, x, composed=composed)
+        def outputs(weights: Weights) -> Tensor:
+            output = self(weights, x, composed=True)
             return output if output.dim() == 2 else output.reshape(num, -1)
 
         return outputs
