@@ -148,6 +148,7 @@ class LinearisedLaplace:
         val_loader: Iterable[Any] | None = None,
         *,
         data: Data = _NO_DATA,
+        accuracy: float | None = None,
         criterion: str | Criterion = "auto",
         budget: float | None = 20.0,
         tolerance: float = 0.015,
@@ -166,11 +167,17 @@ class LinearisedLaplace:
                 batch may also be a mapping with `labels`.
             val_loader: data of the same form that the network was not trained on, for `criterion="validation"`.
             data: weights or noise variances of the data, or how to unpack the batches of the loader (`Data`).
+            accuracy: for classifications without a `val_loader`: the part of new labels that the network predicts
+                rightly, such as 0.93, from any test of it; some hundredths more or less matter little. It gives the
+                temperature of predictions (`Accuracy`). Without this and `val_loader` predictions of a classification
+                are as sure as the network, apart from error bars, since training labels do not say how sure it should
+                be.
             criterion: what chooses the hyperparameters: a name, or a `Criterion` with settings such as
                 `Evidence(max_steps=20)`. `"auto"` takes the first of these that is possible:
 
                 - `"validation"`, if there is a `val_loader`: `α` together with a temperature or the noise. It takes the
                   widest error bars that hardly make the validation data less likely.
+                - `Accuracy(a)`, if there is an `accuracy`: its temperature, and then one of the following.
                 - `"leave_one_out"` for classifications with one label for each datum, at most 100 classes, and at least
                   ten data a class on average; `"self_consistency"` for other labels and for counts.
                 - `"evidence"` for everything else, and for priors of several precisions. With `method="kfac"` or
@@ -198,7 +205,7 @@ class LinearisedLaplace:
                 earlier posterior is kept.
             OSError: if the file of `checkpoint` cannot be read or written.
         """
-        chosen = as_criterion(criterion)
+        chosen = as_criterion(criterion, accuracy)
         check_positive("`fit_hyperparameters(tolerance=...)`", tolerance)
         record = self._recorded_steps(callback)
         asked = {"criterion": chosen.name, **asdict(chosen), **Data.fields(data)}
@@ -260,6 +267,7 @@ class LinearisedLaplace:
         val_loader: Iterable[Any] | None = None,
         *,
         data: Data = _NO_DATA,
+        accuracy: float | None = None,
         criterion: str | Criterion = "auto",
         budget: float | None = 20.0,
     ) -> Plan:
@@ -270,14 +278,15 @@ class LinearisedLaplace:
 
         Arguments and errors are those of `fit_hyperparameters`. It is also an error if no method can fit.
         """
+        chosen = as_criterion(criterion, accuracy)
         batching, counts, max_rows = self.network.batching, dict(self.network.products), self.network.batching.max_rows
         try:
             problem, held_out = prepare_with_held_out(
                 self.settings, self.network, loader, val_loader, data, budget=budget, progress=False
             )
-            rule, alone = as_criterion(criterion), of_last_layer(problem)
-            alone = None if alone is None else alone.by(rule, held_out)
-            return Plan.of(problem.by(rule, held_out), self.settings.method, alone)
+            alone = of_last_layer(problem)
+            alone = None if alone is None else alone.by(chosen, held_out)
+            return Plan.of(problem.by(chosen, held_out), self.settings.method, alone)
         finally:
             batching.max_rows = max_rows
             self.network.products.update(counts)
@@ -371,16 +380,19 @@ class LinearisedLaplace:
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if weights that the fit shares with the model have changed since.
         """
-        posterior = (fitted := self._drawn("predict")).posterior
-        num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
+        fitted = self._require("predict")
+        available, seed, samples = fitted.draws(self.settings)
+        num_samples, x = samples_for(num_samples, accuracy, available), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
         return predict(
             self.network,
-            posterior,
+            fitted.posterior,
             fitted.fit,
             x,
             num_samples=num_samples,
+            seed=seed,
+            samples=samples,
             noise_variances=noise_variances,
             observed=observed,
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
@@ -477,12 +489,14 @@ class LinearisedLaplace:
                 shape is not the same in all batches.
         """
         data.check("predict_loader", "unpack")
-        fitted = self._drawn("predict_loader")
+        fitted = self._require("predict_loader")
+        num_samples, seed, samples = fitted.draws(self.settings)
         names = check_quantities("predict_loader", outputs, self.settings.likelihood)
 
         def predicted(x: Any) -> Prediction:
             self._check_network("predict_loader")
-            return predict(self.network, fitted.posterior, fitted.fit, x)
+            posterior, fit = fitted.posterior, fitted.fit
+            return predict(self.network, posterior, fit, x, num_samples=num_samples, seed=seed, samples=samples)
 
         return predictions_of(loader, predicted, names, fitted.posterior.rows, progress, data.unpack)
 
@@ -548,7 +562,7 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate", val_loader, data)
         with self.settings.processes.shared_call():
-            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit)
+            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings))
         self._fitted = replace(fitted, posterior=posterior)
         problems = held_out_problems(held_out, fitted.tangent, posterior.likelihood, posterior.calibration)
         warn_of([], [*problems, *posterior.calibration.problems], stacklevel=4)
@@ -575,14 +589,16 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate_conformal", val_loader, data)
         with self.settings.processes.shared_call():
-            conformal = split_conformal(held_out, self.network, fitted.posterior, fitted.fit)
+            conformal = split_conformal(
+                held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings)
+            )
         self._fitted = replace(fitted, posterior=replace(fitted.posterior, conformal=conformal))
         return self
 
     def _held_out(self, call: str, val_loader: Iterable[Any], data: Data) -> tuple[Fitted, HeldOut]:
         """What was fitted, and data that calibrate it."""
         data.check(call, "unpack", "num_data")
-        fitted = self._drawn(call)
+        fitted = self._require(call)
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         settings = self.settings
