@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.comparison import peers, processes
+from benchmarks.comparison import activations, peers, processes
 from benchmarks.comparison.laplace_torch import STRUCTURES, laplace_torch
 from benchmarks.comparison.ours import ours
 from benchmarks.comparison.predictions import Fitted
@@ -59,6 +59,9 @@ METHODS: dict[str, Method] = {
     "ours, g-prior": Method(ours(prior="g-prior"), likelihoods=NUMBERS),
     "ours, layerwise": Method(ours(prior="layerwise"), likelihoods=NUMBERS),
     **_laplace_torch(),
+    "GAPA": Method(activations.gapa, sees="validation"),
+    "projected features": Method(activations.projected()),
+    "projected features, validation": Method(activations.projected(validated=True), sees="validation"),
     "MC dropout": Method(peers.mc_dropout, sees="validation"),
     "SNGP": Method(peers.sngp, likelihoods=CLASSES),
     "ensemble of 5": Method(peers.deep_ensemble),

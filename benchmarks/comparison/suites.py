@@ -47,7 +47,8 @@ BOTH = {
     **dict.fromkeys(
         (
             "laplace-torch, last layer", "laplace-torch, last layer, validation",
-            "laplace-torch, last layer, KFAC, validation", "MC dropout", "SNGP", "ensemble of 5",
+            "laplace-torch, last layer, KFAC, validation", "GAPA", "projected features",
+            "projected features, validation", "MC dropout", "SNGP", "ensemble of 5",
             "ensemble of 5, a fifth of the steps",
         ),
         1,
