@@ -67,7 +67,7 @@ def _of_block(block: KroneckerBlock, rows: OfOutputs, s: float) -> Float[Tensor,
     if inputs and block.index.shape == layer.index.shape:
         turned, squares = left @ U_G[0], (inputs[0] @ U_A[0]).square()
         return (turned * (squares @ inverse[0].T)[:, None]) @ turned.mT
-    q, m, k = layer.index.shape
+    m, k = layer.index.shape[1:]
     if inputs and block.index.shape[1] == 1:  # a block that is not factored
         of_h = inputs[0] @ U_A.reshape(m, k, -1).movedim(1, 0).flatten(1)
         turned = left @ of_h.unflatten(1, (m, -1))
