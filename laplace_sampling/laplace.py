@@ -380,16 +380,19 @@ class LinearisedLaplace:
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if weights that the fit shares with the model have changed since.
         """
-        posterior = (fitted := self._drawn("predict")).posterior
-        num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
+        fitted = self._require("predict")
+        available, seed, samples = fitted.draws(self.settings)
+        num_samples, x = samples_for(num_samples, accuracy, available), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
         return predict(
             self.network,
-            posterior,
+            fitted.posterior,
             fitted.fit,
             x,
             num_samples=num_samples,
+            seed=seed,
+            samples=samples,
             noise_variances=noise_variances,
             observed=observed,
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
@@ -486,12 +489,14 @@ class LinearisedLaplace:
                 shape is not the same in all batches.
         """
         data.check("predict_loader", "unpack")
-        fitted = self._drawn("predict_loader")
+        fitted = self._require("predict_loader")
+        num_samples, seed, samples = fitted.draws(self.settings)
         names = check_quantities("predict_loader", outputs, self.settings.likelihood)
 
         def predicted(x: Any) -> Prediction:
             self._check_network("predict_loader")
-            return predict(self.network, fitted.posterior, fitted.fit, x)
+            posterior, fit = fitted.posterior, fitted.fit
+            return predict(self.network, posterior, fit, x, num_samples=num_samples, seed=seed, samples=samples)
 
         return predictions_of(loader, predicted, names, fitted.posterior.rows, progress, data.unpack)
 
@@ -557,7 +562,7 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate", val_loader, data)
         with self.settings.processes.shared_call():
-            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit)
+            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings))
         self._fitted = replace(fitted, posterior=posterior)
         problems = held_out_problems(held_out, fitted.tangent, posterior.likelihood, posterior.calibration)
         warn_of([], [*problems, *posterior.calibration.problems], stacklevel=4)
@@ -584,14 +589,16 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate_conformal", val_loader, data)
         with self.settings.processes.shared_call():
-            conformal = split_conformal(held_out, self.network, fitted.posterior, fitted.fit)
+            conformal = split_conformal(
+                held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings)
+            )
         self._fitted = replace(fitted, posterior=replace(fitted.posterior, conformal=conformal))
         return self
 
     def _held_out(self, call: str, val_loader: Iterable[Any], data: Data) -> tuple[Fitted, HeldOut]:
         """What was fitted, and data that calibrate it."""
         data.check(call, "unpack", "num_data")
-        fitted = self._drawn(call)
+        fitted = self._require(call)
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         settings = self.settings
