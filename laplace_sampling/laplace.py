@@ -454,11 +454,15 @@ class LinearisedLaplace:
             ValueError: if what it returns does not depend on `f`; if there are not as many samples; if weights that the
                 fit shares with the model have changed since.
         """
-        posterior = (fitted := self._drawn("propagate")).posterior
-        num_samples = samples_for(num_samples, None, len(posterior.samples), call="propagate")
+        fitted = self._require("propagate")
+        available, seed, samples = fitted.draws(self.settings)
+        num_samples = samples_for(num_samples, None, available, call="propagate")
         self._check_network("propagate")
         check = lambda: self._check_network("propagate")  # noqa: E731
-        return propagate(self.network, posterior, fitted.fit, program, num_samples, check)
+        return propagate(
+            self.network, fitted.posterior, fitted.fit, program, num_samples=num_samples, seed=seed, samples=samples,
+            check=check,
+        )  # fmt: skip
 
     @solver_call
     def predict_loader(

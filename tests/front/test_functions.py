@@ -92,6 +92,7 @@ def test_error_bars_are_those_of_dense_algebra(program: Callable, num: int) -> N
     assert_close(pred.mean, program(model, points).detach().reshape(pred.mean.shape), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 @pytest.mark.parametrize("num", [8, 60], ids=["observation space", "weight space"])
 def test_where_the_data_decide_nearly_all(num: int) -> None:
     """Covariances are differences of much larger numbers: rows in float32 would be off by percents."""
