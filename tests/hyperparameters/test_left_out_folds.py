@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pretended_device import pretended_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -198,6 +199,13 @@ def test_a_stream_gives_the_same_temperature() -> None:
     by_index = fitted(model, loader, accuracy=0.6)
     in_order = fitted(model, DataLoader(Stream(), 100), data=Data(num_data=250), accuracy=0.6)
     assert in_order.temperature_ == pytest.approx(by_index.temperature_, rel=1e-4)
+
+
+def test_data_on_the_cpu_and_a_model_on_a_device() -> None:
+    model, loader = overfitted(250)
+    expected = fitted(model, loader, accuracy=0.6).temperature_
+    with pretended_device() as device:
+        assert fitted(model.to(device), loader, accuracy=0.6).temperature_ == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [93, 0, -0.5, math.nan, "0.9", True])
