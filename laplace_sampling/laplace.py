@@ -168,7 +168,7 @@ class LinearisedLaplace:
             val_loader: data of the same form that the network was not trained on, for `criterion="validation"`.
             data: weights or noise variances of the data, or how to unpack the batches of the loader (`Data`).
             accuracy: for classifications without a `val_loader`: the part of new labels that the network predicts
-                rightly, such as 0.93, from any test of it; some hundredths more or less matter little. It gives the
+                rightly, such as 0.93, from any test of it; 0.03 more or less matter little. It gives the
                 temperature of predictions (`Accuracy`). Without this and `val_loader` predictions of a classification
                 are as sure as the network, apart from error bars, since training labels do not say how sure it should
                 be.
