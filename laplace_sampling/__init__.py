@@ -4,7 +4,14 @@ from importlib.metadata import version
 
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import save_onnx
-from laplace_sampling.hyperparameters.criterion import Criterion, Evidence, LeftOutLabels, SelfConsistency, Validation
+from laplace_sampling.hyperparameters.criterion import (
+    Accuracy,
+    Criterion,
+    Evidence,
+    LeftOutLabels,
+    SelfConsistency,
+    Validation,
+)
 from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.hyperparameters.hyperparameters import Step, StopFit
 from laplace_sampling.laplace import LinearisedLaplace
@@ -42,6 +49,7 @@ from laplace_sampling.solvers.svrg import SVRG
 __all__ = [
     "SGD",
     "SVRG",
+    "Accuracy",
     "Auto",
     "Bernoulli",
     "Calibration",

@@ -16,6 +16,7 @@ from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.files import File, arguments_of, novelty_of_state, posterior_of, read, state_of, write
+from laplace_sampling.functions import Functions, Program, propagate
 from laplace_sampling.hyperparameters.as_criterion import as_criterion
 from laplace_sampling.hyperparameters.criterion import Criterion
 from laplace_sampling.hyperparameters.curves import EvidenceCurves, MarginalLikelihood
@@ -26,7 +27,7 @@ from laplace_sampling.linear_model.held_out import HeldOut, check_calibration
 from laplace_sampling.linear_model.linear_model import TangentModel
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.method import Fit, Method, Task
-from laplace_sampling.methods.plan import Plan
+from laplace_sampling.methods.plan import Plan, of_last_layer
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.linearisation import Linearisation
@@ -150,6 +151,7 @@ class LinearisedLaplace:
         val_loader: Iterable[Any] | None = None,
         *,
         data: Data = _NO_DATA,
+        accuracy: float | None = None,
         criterion: str | Criterion = "auto",
         budget: float | None = 20.0,
         tolerance: float = 0.015,
@@ -168,20 +170,27 @@ class LinearisedLaplace:
                 batch may also be a mapping with `labels`.
             val_loader: data of the same form that the network was not trained on, for `criterion="validation"`.
             data: weights or noise variances of the data, or how to unpack the batches of the loader (`Data`).
+            accuracy: for classifications without a `val_loader`: the part of new labels that the network predicts
+                rightly, such as 0.93, from any test of it; some hundredths more or less matter little. It gives the
+                temperature of predictions (`Accuracy`). Without this and `val_loader` predictions of a classification
+                are as sure as the network, apart from error bars, since training labels do not say how sure it should
+                be.
             criterion: what chooses the hyperparameters: a name, or a `Criterion` with settings such as
                 `Evidence(max_steps=20)`. `"auto"` takes the first of these that is possible:
 
                 - `"validation"`, if there is a `val_loader`: `α` together with a temperature or the noise. It takes the
                   widest error bars that hardly make the validation data less likely.
+                - `Accuracy(a)`, if there is an `accuracy`: its temperature, and then one of the following.
                 - `"leave_one_out"` for classifications with one label for each datum, at most 100 classes, and at least
                   ten data a class on average; `"self_consistency"` for other labels and for counts.
                 - `"evidence"` for everything else, and for priors of several precisions. With `method="kfac"` or
                   `"diagonal"` a regression takes the evidence of the network's own weights.
 
                 The evidence of a classification may give error bars that are too wide. A `CalibrationWarning` says so.
-            budget: iterations stop after this many training epochs, counted in operations (`plan`). The first 10¹⁰
-                operations, a second or so, are never refused, so that small problems take more epochs. `None` is no
-                limit.
+            budget: iterations stop after this many training epochs, counted in operations (`plan`); of measurements
+                (`Gaussian(observe=T)`) an epoch has as many gradients as a datum has measurements, or one for each
+                datum if these are more. The first 10¹⁰ operations, a second or so, are never refused, so that small
+                problems take more epochs. `None` is no limit.
             tolerance: `τ`, the relative error of predicted standard deviations, beside the noise `1/√(2K)` of `K`
                 samples. Where the prior decides, they are proportional to `α^{-1/2}`. So the search for `log α` (and
                 `log b`) stops when a step or its standard error is below `2τ`. Samples are solved for to the same `τ`.
@@ -199,7 +208,7 @@ class LinearisedLaplace:
                 earlier posterior is kept.
             OSError: if the file of `checkpoint` cannot be read or written.
         """
-        chosen = as_criterion(criterion)
+        chosen = as_criterion(criterion, accuracy)
         check_positive("`fit_hyperparameters(tolerance=...)`", tolerance)
         record = self._recorded_steps(callback)
         asked = {"criterion": chosen.name, **asdict(chosen), **Data.fields(data)}
@@ -261,6 +270,7 @@ class LinearisedLaplace:
         val_loader: Iterable[Any] | None = None,
         *,
         data: Data = _NO_DATA,
+        accuracy: float | None = None,
         criterion: str | Criterion = "auto",
         budget: float | None = 20.0,
     ) -> Plan:
@@ -271,12 +281,15 @@ class LinearisedLaplace:
 
         Arguments and errors are those of `fit_hyperparameters`. It is also an error if no method can fit.
         """
+        chosen = as_criterion(criterion, accuracy)
         batching, counts, max_rows = self.network.batching, dict(self.network.products), self.network.batching.max_rows
         try:
             problem, held_out = prepare_with_held_out(
                 self.settings, self.network, loader, val_loader, data, budget=budget, progress=False
             )
-            return Plan.of(problem.by(as_criterion(criterion), held_out), self.settings.method)
+            alone = of_last_layer(problem)
+            alone = None if alone is None else alone.by(chosen, held_out)
+            return Plan.of(problem.by(chosen, held_out), self.settings.method, alone)
         finally:
             batching.max_rows = max_rows
             self.network.products.update(counts)
@@ -372,22 +385,86 @@ class LinearisedLaplace:
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if weights that the fit shares with the model have changed since.
         """
-        posterior = (fitted := self._drawn("predict")).posterior
-        num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
+        fitted = self._require("predict")
+        available, seed, samples = fitted.draws(self.settings)
+        num_samples, x = samples_for(num_samples, accuracy, available), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
         return predict(
             self.network,
-            posterior,
+            fitted.posterior,
             fitted.fit,
             x,
             num_samples=num_samples,
+            seed=seed,
+            samples=samples,
             noise_variances=noise_variances,
             observed=observed,
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
             novelty=self._novelty,
             check=lambda: self._check_network("predict"),
         )
+
+    @solver_call
+    def functions(self, num_samples: int | None = None) -> Functions:
+        r"""The samples of the posterior as functions of the input that autograd differentiates.
+
+        `functions(x)` gives `f(w̄, x) + φ(x) ζ_k`, `[K, N, ...]`, with scale and temperature of predictions: row `k` is
+        one function at all inputs. It may be minimised, integrated or followed, one sample at a time, and works inside
+        `torch.func` (`grad`, `jacrev`, `vmap`). A call takes `K` JVPs for each datum. Later fits do not change it.
+
+        The error bars of a number that a program computes once are cheaper, and exact where they can be, by
+        `propagate`.
+
+        Args:
+            num_samples: use only the first so many of `samples_`.
+
+        Raises:
+            NotFittedError: before a fit.
+            ValueError: if there are not as many samples, or if weights that the fit shares with the model have changed.
+        """
+        posterior = self._drawn("functions").posterior
+        num_samples = samples_for(num_samples, None, len(posterior.samples), call="functions")
+        self._check_network("functions")
+        return Functions(self.network, posterior, num_samples)
+
+    @solver_call
+    def propagate(self, program: Program, *, num_samples: int | None = None) -> RegressionPrediction:
+        r"""Error bars of whatever is computed with the network: derivatives, sums, integrals, any program.
+
+            forces = la.propagate(lambda f: -torch.autograd.grad(f(x).sum(), x)[0])
+            forces.mean, forces.stddev, forces.joint_covariance(), forces.samples
+
+        `program(f)` is called once, with the network as a function `f` of the input, divided by the temperature of
+        predictions. It returns a tensor `T`. Its covariance is `∂T/∂w H⁻¹ (∂T/∂w)ᵀ` where the posterior is known in
+        closed form or by dense algebra, and else that of the samples `T + ∂T/∂w ζ_k`. For a program that is linear in
+        `f`, as derivatives and sums are, these are the numbers that it computes of the functions `f(w̄, x) + φ(x) ζ_k`.
+        For any other they are of first order in the error bars: where these are large, compute samples with
+        `functions`.
+
+        It takes a pullback through the program for each number of `T`, or two for each sample where these are fewer.
+
+        Args:
+            program: a function of `f`. `f(x)` takes inputs as `predict` does, or the arguments of the model, and
+                returns what the model returns, one tensor for each head where it has several. `torch.autograd.grad`
+                inside keeps the graph without `create_graph=True`.
+            num_samples: use only the first so many of `samples_`.
+
+        Returns:
+            A prediction in the shape of `T`, or `[1]` for a single number, whose mean is `T` of the network, and whose
+            noise is zero: intervals and densities are those of `T` itself.
+
+        Raises:
+            NotFittedError: before a fit.
+            TypeError: if the program does not return a tensor in floating point.
+            ValueError: if what it returns does not depend on `f`; if there are not as many samples; if weights that the
+                fit shares with the model have changed since.
+        """
+        posterior = (fitted := self._drawn("propagate")).posterior
+        num_samples = samples_for(num_samples, None, len(posterior.samples), call="propagate")
+        self._check_network("propagate")
+        check = lambda: self._check_network("propagate")  # noqa: E731
+        return propagate(self.network, posterior, fitted.fit, program, num_samples, check)
 
     @solver_call
     def predict_loader(
@@ -418,12 +495,15 @@ class LinearisedLaplace:
                 shape is not the same in all batches.
         """
         data.check("predict_loader", "unpack")
-        fitted = self._drawn("predict_loader")
+        fitted = self._require("predict_loader")
+        num_samples, seed, samples = fitted.draws(self.settings)
         names = check_quantities("predict_loader", outputs, self.settings.likelihood)
 
         def predicted(x: Any) -> Prediction:
             self._check_network("predict_loader")
-            return predict(self.network, fitted.posterior, fitted.fit, x, novelty=self._novelty)
+            posterior, fit = fitted.posterior, fitted.fit
+            options: Any = {"num_samples": num_samples, "seed": seed, "samples": samples, "novelty": self._novelty}
+            return predict(self.network, posterior, fit, x, **options)
 
         return predictions_of(loader, predicted, names, fitted.posterior.rows, progress, data.unpack)
 
@@ -489,7 +569,7 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate", val_loader, data)
         with self.settings.processes.shared_call():
-            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit)
+            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings))
         self._fitted = replace(fitted, posterior=posterior)
         problems = held_out_problems(held_out, fitted.tangent, posterior.likelihood, posterior.calibration)
         warn_of([], [*problems, *posterior.calibration.problems], stacklevel=4)
@@ -516,7 +596,9 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate_conformal", val_loader, data)
         with self.settings.processes.shared_call():
-            conformal = split_conformal(held_out, self.network, fitted.posterior, fitted.fit)
+            conformal = split_conformal(
+                held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings)
+            )
         self._fitted = replace(fitted, posterior=replace(fitted.posterior, conformal=conformal))
         return self
 
@@ -578,7 +660,7 @@ class LinearisedLaplace:
     def _held_out(self, call: str, val_loader: Iterable[Any], data: Data) -> tuple[Fitted, HeldOut]:
         """What was fitted, and data that calibrate it."""
         data.check(call, "unpack", "num_data")
-        fitted = self._drawn(call)
+        fitted = self._require(call)
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         settings = self.settings

@@ -56,6 +56,8 @@ def prepare(
     tangent = _within_memory(settings, network, tangent)
     problem = problem_of(settings, network, tangent, progress)
     cost, num_data = _cost(network, tangent), problem.features.num_data
+    if problem.measured:
+        cost = replace(cost, measurements=problem.features.num_outputs)
     allowance = Budget(budget, cost, num_data, network.products)
     # All data have been through the network once, which is about a third of a gradient.
     allowance.add(num_data * cost.gradient / 3)

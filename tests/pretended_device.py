@@ -248,8 +248,14 @@ def _moved(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _send_gradients(tensor: Tensor, there: bool) -> None:
     """Gradients of a copy go back to the device that it is from."""
+
+    def sent(gradient: Tensor) -> Tensor:
+        copied = _made(Tensor.clone, (gradient,), {}, there)
+        _send_gradients(copied, there=not there)  # second derivatives go the same way
+        return copied
+
     if tensor.requires_grad and torch.func.debug_unwrap(tensor) is tensor:
-        tensor.register_hook(lambda gradient: _made(Tensor.clone, (gradient,), {}, there))
+        tensor.register_hook(sent)
 
 
 _TorchGenerator = torch.Generator

@@ -19,9 +19,10 @@ MEANS = ROOT / "benchmarks" / "records" / "means.csv"
 
 
 def write(files: Sequence[Path], records: Path, page: Path) -> None:
-    """Means of the files, if there are any, and the page from the means."""
+    """Adds means of the files, if there are any, to the records, and writes the page of these."""
     if files:
-        report.write_means(report.means(read(files)), records)
+        there = report.read_means(records) if records.exists() else []
+        report.write_means(report.merged(there, report.means(read(files))), records)
     rows = report.read_means(records)
     report.draw(rows, page.parent / "images" / "results.png")
     page.write_text(report.page(rows), encoding="utf-8")
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         top.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
         options = top.parse_args(arguments[1:])
         return write(options.files, options.records, options.page)
-    top.add_argument("--suite", choices=("first", "second"), default="second")
+    top.add_argument("--suite", choices=("first", "second", "budget"), default="second")
     top.add_argument("--data", type=Path, metavar="DIR", help="with images, uci and uci-large")
     top.add_argument("--quick", action="store_true", help="two small cases, without data from a folder")
     top.add_argument("--only", metavar="REGEX", default="", help="searched for in `task / network / training / method`")

@@ -14,14 +14,17 @@ from laplace_sampling import ClassificationPrediction, LinearisedLaplace, Regres
 BATCH = 200
 
 
-def ours(validated: bool = False, criterion: str = "auto", **settings: Any) -> Callable[[Problem], Fitted]:
-    """A fit with hyperparameters from the training data alone, or from validation data too."""
+def ours(
+    validated: bool = False, criterion: str = "auto", budget: float | None = None, **settings: Any
+) -> Callable[[Problem], Fitted]:
+    """A fit with hyperparameters from the training data alone, or from validation data too, within a budget."""
 
     def method(problem: Problem) -> Fitted:
         data = problem.data
         la = LinearisedLaplace(problem.network, problem.likelihood, seed=problem.seed, **settings)
         val_loader = data.validation.loader(BATCH) if validated else None
         chosen: Any = {} if criterion == "auto" else {"criterion": criterion}
+        chosen |= {} if budget is None else {"budget": budget}
         with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")
             la.fit_hyperparameters(data.train.loader(BATCH), val_loader, progress=False, **chosen)

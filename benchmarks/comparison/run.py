@@ -22,7 +22,7 @@ from tqdm import tqdm
 from benchmarks.comparison.methods import METHODS, missing
 from benchmarks.comparison.metrics import ood_aurocs, score
 from benchmarks.comparison.predictions import Classified, targets
-from benchmarks.comparison.suites import Case, Suite
+from benchmarks.comparison.suites import SUITES, Case, Suite
 from benchmarks.comparison.training import Problem
 from benchmarks.data.folder_tasks import folder_tasks
 from benchmarks.data.tasks import TASKS, Task
@@ -97,10 +97,11 @@ def evaluate(problem: Problem, name: str) -> dict[str, Any]:
 def work(unit: Unit, suite: str, out: Path, networks: Path, folder: Path) -> Unit:
     """Runs all methods of a unit on one thread and appends the results."""
     torch.set_num_threads(1)
-    task = tasks_of(folder)[unit.case.task]
-    problem = Problem(
-        task, task.load(unit.seed), unit.case.network, unit.case.recipe, unit.seed, unit.case.task, networks
-    )
+    task, images = tasks_of(folder)[unit.case.task], SUITES[suite].images
+    data = task.load(unit.seed)
+    if images is not None and task.likelihood == "classification":
+        data = data.to_images(images)
+    problem = Problem(task, data, unit.case.network, unit.case.recipe, unit.seed, unit.case.task, networks)
     for name in unit.methods:
         head = {"suite": suite, "case": unit.case.name, "likelihood": task.likelihood, "seed": unit.seed}
         append(out, head | {"method": name} | evaluate(problem, name))

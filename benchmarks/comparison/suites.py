@@ -28,10 +28,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases, and the methods that run on them with their tiers."""
+    """Cases, and the methods that run on them with their tiers; on the first few test `images` only, if it says so."""
 
     cases: tuple[Case, ...]
     tiers: Mapping[str, int]
+    images: int | None = None
 
 
 # 0 runs on all networks, 1 where methods are compared, 2 where settings of this library are, 3 on small networks only.
@@ -46,7 +47,8 @@ BOTH = {
     **dict.fromkeys(
         (
             "laplace-torch, last layer", "laplace-torch, last layer, validation",
-            "laplace-torch, last layer, KFAC, validation", "MC dropout", "SNGP", "ensemble of 5",
+            "laplace-torch, last layer, KFAC, validation", "GAPA", "projected features",
+            "projected features, validation", "MC dropout", "SNGP", "ensemble of 5",
             "ensemble of 5, a fifth of the steps",
         ),
         1,
@@ -62,6 +64,16 @@ BOTH = {
 OWN = ("ours, evidence", "ours, self-consistency", "ours, g-prior", "ours, layerwise")
 FIRST = {**BOTH, **dict.fromkeys(("GP, RBF", "deep kernel"), 1), **dict.fromkeys(OWN, 2)}
 SECOND = {**BOTH, "GP, inducing points": 1}
+BUDGET = {
+    **dict.fromkeys(
+        (
+            "MAP", "ours", "ours, validation", "ours, 5 epochs", "ours, 5 epochs, validation", "ours, 10 epochs",
+            "ours, 10 epochs, validation", "ours, last layer", "ours, last layer, validation", "ours, KFAC",
+            "ours, KFAC, validation",
+        ),
+        0,
+    )
+}  # fmt: skip
 # Training images, and epochs of training on them.
 IMAGES = {"n=1000": (1000, 60), "n=10000": (10_000, 15), "all": (58_000, 10)}
 CIFAR = {"n=1000": (1000, 60), "all": (8000, 20)}
@@ -144,5 +156,7 @@ def _quick() -> tuple[Case, ...]:
 SUITES = {
     "first": Suite(_first(), FIRST),
     "second": Suite(_second(), SECOND),
+    # What settings of this library cost and give, on the networks of the second half; the smallest first.
+    "budget": Suite(_second()[::-1], BUDGET, images=800),
     "quick": Suite(_quick(), FIRST | SECOND),
 }

@@ -48,6 +48,13 @@ class Data:
     shifts: dict[str, Part] = field(default_factory=dict)
     others: dict[str, Tensor] = field(default_factory=dict)
 
+    def to_images(self, num: int) -> "Data":
+        """The first test images alone, and a quarter as many of each kind of shifted and of other ones."""
+        few = num // 4
+        shifts = {name: Part(part.x[:few], part.y[:few]) for name, part in self.shifts.items()}
+        others = {name: x[:few] for name, x in self.others.items()}
+        return replace(self, test=Part(self.test.x[:num], self.test.y[:num]), shifts=shifts, others=others)
+
 
 def data_of(parts: Iterable[Part], **others: Any) -> Data:
     train, validation, test = parts

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from laplace_sampling.curvature.low_rank import LowRank
 from laplace_sampling.linear_model.draws import SeededNoise
-from laplace_sampling.linear_model.features import NetworkFeatures
+from laplace_sampling.linear_model.features import Features, NetworkFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.networks.layers import Layer, LayerRun, Pair, layers_of
 from laplace_sampling.networks.random_weights import Subnetwork
@@ -319,6 +319,11 @@ class Factors:
     passes: float
 
 
+def has_factors(features: Features) -> bool:
+    """Whether there are Kronecker factors: of whole weights of a network, and data of equal noise."""
+    return isinstance(features, NetworkFeatures) and not isinstance(features.network, Subnetwork)
+
+
 def kronecker_factors(ggn: GGN, noise: SeededNoise, data: Tensor | None = None) -> Factors:
     """The factors of a GGN, by a forward pass and a VJP for each random output.
 
@@ -330,8 +335,7 @@ def kronecker_factors(ggn: GGN, noise: SeededNoise, data: Tensor | None = None) 
     Raises:
         ValueError: for other features, such as those of measurements or with noise variances.
     """
-    features = ggn.features
-    if not isinstance(features, NetworkFeatures) or isinstance(features.network, Subnetwork):
+    if not has_factors(ggn.features):
         raise ValueError(
             'method="kfac" is for whole weights of a network and data of equal noise: leave out `noise_variances` (or '
             '`weights` of a regression), `observe` and masks of `parameters=`, or use method="diagonal".'

@@ -60,6 +60,8 @@ def gram(
     for held, rows in _scaled_rows(features, variance, block_bytes):
         K[held, held] = rows @ rows.T
         for columns, others in _scaled_rows(features, variance, block_bytes, held.stop // features.num_outputs):
+            if columns.stop <= held.stop:  # of the same datum, and there already
+                continue
             block = rows @ others.T
             K[held, columns], K[columns, held] = block, block.T
             del block

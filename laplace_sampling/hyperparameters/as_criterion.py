@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from laplace_sampling.hyperparameters.criterion import (
+    Accuracy,
     Criterion,
     Default,
     Evidence,
@@ -20,12 +21,16 @@ CRITERIA: dict[str, Callable[..., Criterion]] = {
 }
 
 
-def as_criterion(criterion: str | Criterion) -> Criterion:
-    """The criterion that a user gives by name or as an object.
+def as_criterion(criterion: str | Criterion, accuracy: float | None = None) -> Criterion:
+    """The criterion that a user gives by name, as an object, or by the accuracy on new data.
 
     Raises:
-        TypeError, ValueError: for one that is not known.
+        TypeError, ValueError: for one that is not known, or two.
     """
+    if accuracy is not None:
+        if criterion != "auto":
+            raise ValueError("`accuracy=a` is short for `criterion=Accuracy(a)`: give `accuracy` or `criterion`.")
+        return Accuracy(accuracy)
     if isinstance(criterion, Criterion):
         return criterion
     if not isinstance(criterion, str):

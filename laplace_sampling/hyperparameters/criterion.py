@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
-from laplace_sampling.arguments import check_whole
+from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.hyperparameters import rules, validation
 from laplace_sampling.hyperparameters.hyperparameters import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.hyperparameters.rules import LossRise, SearchCost, Selection
@@ -102,7 +102,7 @@ class LeftOutLabels(Criterion):
 
     name = "leave_one_out"
 
-    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection:
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> LossRise:
         if not _has_left_out_labels(tangent):
             raise ValueError(
                 '`criterion="leave_one_out"` is for classifications with one label for each datum, on average at '
@@ -123,7 +123,7 @@ class SelfConsistency(Criterion):
 
     name = "self_consistency"
 
-    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection:
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> LossRise:
         if tangent.model.likelihood.quadratic:
             raise ValueError(
                 '`criterion="self_consistency"` compares the loss with its curvature, which agree everywhere for a '
@@ -162,6 +162,47 @@ class Validation(Criterion):
             some = some * data.num_data // most
         model = held_out.model(tangent.network, held_out.with_targets(some))
         return validation.Validation(model, self.noise_bounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy(Criterion):
+    """A temperature by the accuracy on new data, and then the rule that data without held-out ones have.
+
+    It is for labels. The temperature divides the outputs. It is the one under which training labels, left out of the
+    linear model in twenty folds, are likeliest where they are predicted rightly as often as new ones
+    (`hyperparameters.left_out_folds`). It takes about two training epochs.
+
+    Args:
+        value: the part of new labels that the network predicts rightly, as on a test set. It may be off by some
+            hundredths.
+        precision_bounds: bounds of the prior precision `α`.
+        noise_bounds: bounds of the noise precision of a regression.
+    """
+
+    name = "accuracy"
+    value: float = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("`accuracy`", self.value, 1, ", a part of one")
+
+    def rule(self, tangent: TangentModel, held_out: HeldOut | None, affordable: Affordable) -> Selection:
+        labels, num_outputs = labelled(tangent.model.likelihood), tangent.model.features.num_outputs
+        if labels is None:
+            raise ValueError(
+                "`accuracy` is that of labels, of a classification or a binary likelihood, but the likelihood is "
+                f"{tangent.model.likelihood.name!r}: leave it out."
+            )
+        if held_out is not None:
+            raise ValueError("`accuracy` is for fits without held-out data: give it or `val_loader`, which says more.")
+        classes = labels.positions(torch.empty(1, num_outputs)).shape[-1]
+        if self.value <= 1 / classes:
+            raise ValueError(
+                f"`accuracy` must be above chance, 1/{classes} of {classes} classes, but is {self.value:g}."
+            )
+        usual = LeftOutLabels() if _has_left_out_labels(tangent) else SelfConsistency()
+        rule = usual.rule(tangent, held_out, affordable)
+        return replace(rule, accuracy=float(self.value))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ so are some standard errors, since few data do not tell few errors from none. Ea
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import ClassVar
 
@@ -44,6 +44,7 @@ from torch import Tensor, zeros_like
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, by_rows, function_draws, num_samples
 from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step, mackay_root
+from laplace_sampling.hyperparameters.left_out_folds import left_out_temperature
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
@@ -195,9 +196,12 @@ class LossRise(Selection):
     It is not below that of largest evidence of the trained weights, `α ‖w̄‖² = γ(α)`: where no datum says anything
     against a small `α`, that is no reason for error bars without end where there are no data.
 
+    With an accuracy the outputs, and draws of the function, are divided by the temperature that belongs to it.
+
     Args:
         in_order: whether the first data are looked at in place of random ones.
         most: how many data are looked at; by default a few hundred.
+        accuracy: of the network on new data, if it is known.
     """
 
     # Draws of the function, each with its opposite, so that no term of first order is left.
@@ -208,8 +212,9 @@ class LossRise(Selection):
 
     in_order: bool = field(default=False, kw_only=True)
     most: int | None = field(default=None, kw_only=True)
-    # What the bound has found out about a model and its prior, which a second search of the same fit uses again.
-    _known: list[tuple[LinearModel, GaussianPrior, ShareUsed]] = field(
+    accuracy: float | None = field(default=None, kw_only=True)
+    # What was found out about a model and its prior, which a second search of the same fit uses again.
+    _known: list[tuple[LinearModel, GaussianPrior, "_Known"]] = field(
         default_factory=list, repr=False, compare=False, kw_only=True
     )
 
@@ -240,8 +245,12 @@ class LossRise(Selection):
 
     def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
         tried = 6 if rough else 3  # by bisection of a grid of 40, and near a known precision
-        fixed = self.num_vjps(features)
+        fixed = self._fixed_vjps(features)
         return search_cost(features, self.num_data(features), self._DRAWS, tried, fixed_vjps=fixed)
+
+    def _fixed_vjps(self, features: Features) -> int:
+        """VJPs besides draws of the function; a JVP counts as one."""
+        return self.num_vjps(features) + (0 if self.accuracy is None else 2 * features.num_data)
 
     def select(
         self,
@@ -259,9 +268,9 @@ class LossRise(Selection):
         lowest, _ = mackay_root(path.effective_dimension, lambda alpha: alpha * weight_norm, 1.0, bounds, 1e-3)
         alphas = grid(path, features, bounds)
         alphas = alphas[: int((alphas > lowest).sum()) + 1]  # those that may be chosen, and the next below
-        share_used, vjps = self._known_share(model, path.prior, seed)
+        known, vjps = self._find(model, path.prior, seed)
         draws = function_draws(path, features, alphas, Draws(self._DRAWS, seed, Stream.LOSS_RISE))
-        share = cache(lambda index: share_used(draws(index), some))
+        share = cache(lambda index: known.share_used(draws(index) / known.temperature, some))
         start = None if near is None else nearest(alphas, near)
         number = smallest_allowed(len(alphas), lambda index: share(index) <= 1, start)
         alpha = max(_interpolated(alphas, share, number), lowest)
@@ -278,18 +287,32 @@ class LossRise(Selection):
             model.likelihood,
             effective_dimension=path.effective_dimension(alpha),
             passes=(spent.jvps + spent.vjps + spent.fixed_vjps) / (2 * model.features.num_data),
-            problems=[] if number else [problem],
-            criterion=self.name,
-            calibration=Calibration(),
+            problems=[*known.problems, *([] if number else [problem])],
+            criterion=self.name if self.accuracy is None else "accuracy",
+            calibration=Calibration(temperature=known.temperature),
         )
 
-    def _known_share(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple[ShareUsed, int]:
-        """The share of the bound as a function of draws, and the VJPs that this took."""
-        for known, of_prior, used in self._known:
-            if known is model and of_prior is prior:
-                return used, 0
-        self._known[:] = [(model, prior, self.share_used(model, prior, seed))]
-        return self._known[0][-1], self.num_vjps(model.features)
+    def _find(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple["_Known", int]:
+        """What is known of a model and its prior, and the VJPs that this took."""
+        for known_model, known_prior, known in self._known:
+            if known_model is model and known_prior is prior:
+                return known, 0
+        T, problems = 1.0, []
+        if self.accuracy is not None:
+            T, problems = left_out_temperature(model, prior.scale, self.accuracy, seed, self.in_order)
+        divided = replace(model, network_outputs=model.network_outputs / T)
+        known = _Known(self.share_used(divided, prior, seed), T, problems)
+        self._known[:] = [(model, prior, known)]
+        return known, self._fixed_vjps(model.features)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The share of the bound as a function of draws, the temperature, and what is wrong with it."""
+
+    share_used: ShareUsed
+    temperature: float
+    problems: list[str]
 
 
 @dataclass(frozen=True)

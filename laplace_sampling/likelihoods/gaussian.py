@@ -18,14 +18,22 @@ from laplace_sampling.likelihoods.measurement import Observation, check_observat
 class Gaussian(DiagonalLikelihood):
     r"""`y ~ N(f, diag(b)⁻¹)`: `ℓ = ½ b‖y − f‖² − ½ log b + ½ log 2π`, `B = diag(b)`.
 
-    A target of NaN is missing: its output does not count.
+    A target of NaN is missing: its output, or its measurement, does not count.
 
     Args:
         noise_precision: `b = 1/σ²`, a number, or a tensor `[C]` of one precision for each (flattened) output.
         learn: whether `fit_hyperparameters` updates `b` from this starting value, so that it explains the residuals of
             the network, `b = (N·C − γ)/Σ(y − f)²`.
-        observe: `T` of measurements `y = T f(x) + noise`: a matrix, a `LinearOperator` or a pair of functions `(T,
-            Tᵀ)`. Saved files do not contain it.
+        observe: `T` of measurements `y = T f(x) + noise`, `[m, C]` for the (flattened) outputs of a datum:
+
+            - a matrix, dense or sparse, of torch or scipy, or a `LinearOperator`;
+            - an object with functions `A` and `A_adjoint` of stacks of outputs `[B, ...]`, as the physics of deepinv
+              (`Tomography`, `Blur`, `Inpainting`, `MRI`). It computes where its buffers are, and in their dtype;
+            - a pair of functions `(T, Tᵀ)` of flat vectors, which are given stacks of them if they take these.
+
+            Targets have the shape that `T` gives them, or are flat. A fit checks that `T` is linear and real, and that
+            its adjoint is one, on random vectors. Measurements that are zero for all outputs do not count. Saved files
+            do not contain `T`: give it to `load`.
     """
 
     noise_precision: Tensor | float = 1.0

@@ -25,17 +25,26 @@ class Cost:
     Attributes:
         jvp: of one vector.
         vjp: of one cotangent, with its forward pass.
-        gradient: of all trainable weights, forward and backward: a training epoch takes one of each datum.
+        gradient: of all trainable weights, forward and backward.
+        measurements: of a datum, where the targets are measurements of the outputs.
     """
 
     jvp: float
     vjp: float
     gradient: float
+    measurements: int = 0
 
     @property
     def passes(self) -> float:
         """Operations of a JVP and a VJP, the unit in which solvers count."""
         return self.jvp + self.vjp
+
+    def epoch(self, num_data: int) -> float:
+        """Operations of a training epoch: a gradient of each datum, or of each measurement of one if these are more.
+
+        A single image with thousands of measurements is a training set, too.
+        """
+        return self.gradient * max(num_data, self.measurements)
 
 
 def measure(features: Features, gradient: Callable[[Tensor], object] | None = None) -> Cost:
@@ -59,7 +68,8 @@ def measure(features: Features, gradient: Callable[[Tensor], object] | None = No
     # Networks without any such operation, with look-ups alone, still touch each weight.
     least = (4.0 * features.size, 6.0 * features.size, 6.0 * features.size)
     counts = (found.count / len(batch) for found in (forward, backward, trained))
-    return Cost(*(count or instead for count, instead in zip(counts, least, strict=True)))
+    jvp, vjp, trained = (count or instead for count, instead in zip(counts, least, strict=True))
+    return Cost(jvp, vjp, trained)
 
 
 def rows_in_memory(features: Features, bytes_: float, vectors: int) -> int:

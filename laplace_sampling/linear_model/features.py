@@ -11,6 +11,7 @@ are formed.
 """
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +26,7 @@ from laplace_sampling.data.batches import Layout, num_rows, place, take
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.likelihoods.measurement import Measurement
-from laplace_sampling.networks.layers import Outer, vjp_by_layers
+from laplace_sampling.networks.layers import OfOutputs, Outer, jacobian_by_layers, vjp_by_layers
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.recorded import recorded
@@ -129,6 +130,68 @@ class DatumRows:
         return total
 
 
+@dataclass(frozen=True)
+class OutputRows:
+    """Jacobians `φ_i` of some data, `[n, C, P]`, by layers.
+
+    Row `c` of a linear layer that a datum uses once is an outer product, `δ_c ⊗ h`, whose `h` is that of all outputs:
+    `φφᵀ = (hᵀh) δδᵀ` and `φUᵀ = δ (U h)` take `C` times fewer operations than rows.
+
+    Attributes:
+        starts: of each weight in the flat vector, by name.
+        layers: that hold all weights.
+    """
+
+    starts: dict[str, int]
+    layers: Sequence[OfOutputs]
+
+    def to(self, dtype: torch.dtype) -> "OutputRows":
+        """The rows in another dtype."""
+        return replace(self, layers=[(layer, tuple(t.to(dtype) for t in rows)) for layer, rows in self.layers])
+
+    def _parts(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Where each tensor of weights begins, with `δ` and `h`, or its formed rows, `[n, C, p]`."""
+        for layer, (rows, *inputs) in self.layers:
+            start, of_bias = (self.starts[name] for name in (layer.names * 2)[:2])
+            with_bias = len(layer.names) > 1
+            if inputs:
+                yield start, rows, inputs[0][:, :-1] if with_bias else inputs[0]
+            elif with_bias:
+                rows = rows.unflatten(2, (-1, layer.index.shape[2]))
+                yield start, rows[..., :-1].flatten(2), None
+            else:
+                yield start, rows, None
+            if with_bias:
+                yield of_bias, rows if inputs else rows[..., -1], None
+
+    def products(self, u: Float[Tensor, "r P"]) -> Float[Tensor, "n C r"]:
+        """`φ_i u_jᵀ`."""
+        total = []
+        for start, rows, h in self._parts():
+            if h is None:
+                total.append(rows @ u[:, start : start + rows.shape[2]].T)
+                continue
+            m, k = rows.shape[2], h.shape[1]
+            # Views, since a copy would take longer than the product for a few data.
+            of_h = u[:, start : start + m * k].unflatten(1, (m, k)) @ h.T.expand(len(u), k, len(h))
+            total.append(rows @ of_h.permute(2, 1, 0))
+        return sum(total[1:], total[0])
+
+    def weighted(self, w: Float[Tensor, " P"] | None = None) -> Float[Tensor, "n C C"]:
+        """`φ_i diag(w) φ_iᵀ`, by default with ones."""
+        total = []
+        for start, rows, h in self._parts():
+            if h is None:
+                left = rows if w is None else rows * w[start : start + rows.shape[2]]
+            else:
+                m, k = rows.shape[2], h.shape[1]
+                squares = h.square()
+                of_h = squares.sum(1, keepdim=True) if w is None else squares @ w[start : start + m * k].reshape(m, k).T
+                left = rows * of_h[:, None]
+            total.append(left @ rows.mT)
+        return sum(total[1:], total[0])
+
+
 def inner_products(left: Float[Tensor, "n p"], right: Float[Tensor, "m p"]) -> Float[Tensor, "n m"]:
     """`left rightᵀ` in float64.
 
@@ -194,6 +257,15 @@ class Features(ABC):
     @abstractmethod
     def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
         """`φ_i` of the data of a batch, all its numbers: for methods that hold the Jacobian, or a part of it."""
+
+    def rows_by_layers(self, batch: Tensor) -> OutputRows | None:
+        """`φ_i` of the data of a batch, by layers of a network whose weights are all in layers."""
+        return None
+
+    def rows_of(self, datum: int, outputs: slice) -> Float[Tensor, "c P"]:
+        """Some rows of a `φ_i`, by VJPs of unit vectors."""
+        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
+        return self.vjp(eye[outputs, None], torch.tensor([datum]))
 
     def chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
         """The indices of a batch, by default of all data, in parts of at most `batch_size`."""
@@ -395,6 +467,9 @@ class DenseFeatures(Features):
         is_all = len(batch) == self.num_data and bool((batch[1:] > batch[:-1]).all())
         return self.matrix if is_all else self.matrix[batch.to(self.device)]
 
+    def rows_of(self, datum: int, outputs: slice) -> Tensor:
+        return self.matrix[datum, outputs]
+
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         rows = self.rows(batch)
         return (v @ rows.flatten(0, 1).T).reshape(len(v), len(batch), self.num_outputs)
@@ -456,9 +531,11 @@ class ObservedFeatures(DerivedFeatures):
         return self.measurement.adjoint(u)
 
     def rows(self, batch: Tensor) -> Tensor:
-        # A VJP for each measurement: often there are far fewer of them than outputs.
-        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
-        return torch.stack([self.vjp(eye[:, None], datum) for datum in batch.split(1)])
+        # A VJP for each measurement: often there are far fewer of them than outputs. A few at a time, for each takes a
+        # vector of all outputs.
+        parts = torch.arange(self.num_outputs).split(max(1, NUMBERS_TOGETHER // self.features.num_outputs))
+        rows = [self.rows_of(int(datum), slice(int(p[0]), int(p[-1]) + 1)) for datum in batch for p in parts]
+        return torch.cat(rows).reshape(len(batch), self.num_outputs, self.size)
 
 
 class SomeFeatures(DerivedFeatures):
@@ -475,6 +552,9 @@ class SomeFeatures(DerivedFeatures):
 
     def of_data(self, batch: Tensor) -> Tensor:
         return self.some[batch]
+
+    def rows_by_layers(self, batch: Tensor) -> OutputRows | None:
+        return self.features.rows_by_layers(self.of_data(batch))
 
 
 def some_of(features: Features, num: int, seed: int | None) -> Tensor:
@@ -498,12 +578,9 @@ def row_blocks(features: Features, block_bytes: float = BLOCK_BYTES, start: int 
             rows = [features.rows(batch).flatten(0, 1).double() for batch in features.chunks(block)]
             yield first * num_outputs, rows[0] if len(rows) == 1 else torch.cat(rows)
         return
-    eye = torch.eye(num_outputs, dtype=features.dtype, device=features.device)
     for datum in range(start, features.num_data):
         for first in range(0, num_outputs, most):
-            # A VJP of a unit vector is a row: `features.rows` would hold all outputs of the datum.
-            rows = features.vjp(eye[first : first + most, None], torch.tensor([datum]))
-            yield datum * num_outputs + first, rows.double()
+            yield datum * num_outputs + first, features.rows_of(datum, slice(first, first + most)).double()
 
 
 class NetworkFeatures(Features):
@@ -553,12 +630,8 @@ class NetworkFeatures(Features):
         if self.dtype == torch.float64:
             return self
         other = copy.copy(self)
-        try:
-            other.network = self.network.in_float64()
-            computed = other.network(other.inputs(torch.tensor([0]))[0]).dtype
-        except Exception:  # some networks cannot be copied, or compute in a dtype of their own
-            return self
-        return other if computed == torch.float64 else self
+        other.network = in_float64_at(self.network, self.inputs(torch.tensor([0]))[0])
+        return self if other.network is self.network else other
 
     def inputs(self, batch: Tensor) -> tuple[Any, Layout]:
         """The inputs, and the layout of the outputs that the network gives for them."""
@@ -593,10 +666,37 @@ class NetworkFeatures(Features):
                 return DatumRows.of_layers(self.size, layers)
         return super().datum_rows(u, batch)
 
+    def rows_by_layers(self, batch: Tensor) -> OutputRows | None:
+        network = self.network
+        # As for `datum_rows`; outputs of several shapes are widened.
+        if type(network).vjp_each is not Linearisation.vjp_each or self.data.ragged:
+            return None
+        layers = jacobian_by_layers(network, self.inputs(batch)[0])
+        if layers is None:
+            return None
+        ends = itertools.accumulate(network.shell.sizes, initial=0)
+        return OutputRows(dict(zip(network.names, ends, strict=False)), layers)
+
     def rows(self, batch: Tensor) -> Tensor:
         x, layout = self.inputs(batch)
         rows = self.network.jacobian(x)
         return rows if layout == self.layout else layout.widen(rows.mT, self.layout).mT
+
+
+def in_float64_at(network: Linearisation, x: Any, copied: Linearisation | None = None) -> Linearisation:
+    """The network in float64, or the network itself if it does not compute so at these inputs.
+
+    Args:
+        network: linearised network.
+        x: inputs.
+        copied: `network.in_float64()`, if it is there.
+    """
+    try:
+        other = copied or network.in_float64()
+        computed = other(place(x, other.device, other.dtype)).dtype
+    except Exception:  # some networks cannot be copied, or compute in a dtype of their own
+        return network
+    return other if computed == torch.float64 else network
 
 
 def features_at(

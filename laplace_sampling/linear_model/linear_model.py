@@ -327,6 +327,8 @@ def tangent_model_of(
     row_weights = None
     if noise_variances is not None:
         shape = data.num_data, model.network_outputs.shape[1]
+        if isinstance(model.features, ObservedFeatures) and noise_variances.shape[1:].numel() > 1:
+            noise_variances = model.features.measurement.given(noise_variances)
         row_weights = noise_weights(noise_variances, shape).to(network.device)
         model = weigh(model, row_weights)
     return TangentModel(
@@ -474,32 +476,38 @@ def observe(model: LinearModel, T: Observation, targets: Tensor) -> LinearModel:
 
     Args:
         model: linear model of the outputs; its targets are not used.
-        T: see `as_measurement`; `[m, C]`, applied to the (flattened) outputs of each datum.
-        targets: `y`, `[N, m]`.
+        T: see `as_measurement`; `[m, C]`, applied to the outputs of each datum. Measurements that are zero for all
+            outputs are left out.
+        targets: `y`, `[N, m]`, or in the shape that `T` gives them.
 
     Raises:
         ValueError: if `T` does not fit the outputs, or `targets` do not fit the measurements.
     """
-    features = model.features
-    measurement = as_measurement(T, features.num_outputs, features.dtype)
-    rows, columns = measurement.shape
-    if columns != features.num_outputs:
+    features, outputs = model.features, model.network_outputs
+    assert isinstance(features, NetworkFeatures)
+    everything = as_measurement(T, outputs.reshape(len(outputs), *features.layout.shape))
+    measurement = everything.checked(outputs)
+    (num, _), shapes = everything.shape, [everything.entries, everything.shape[:1]]
+    # Axes of length one neither add to an order nor take from it.
+    own = [[length for length in shape if length != 1] for shape in (*shapes, targets.shape[1:])]
+    if len(targets) != features.num_data or own[-1] not in own[:2]:
+        wanted = " or ".join(dict.fromkeys(str([features.num_data, *shape]) for shape in shapes))
+        raise ValueError(f"The targets must be measurements of shape {wanted}, but have shape {list(targets.shape)}.")
+    likelihood, left_out = model.likelihood, num - measurement.shape[0]
+    precisions = likelihood.noise_precisions()
+    if left_out and precisions is not None and precisions.dim():
         raise ValueError(
-            f"`observe=T` has {columns} columns, but the model gives {features.num_outputs} outputs a datum."
-        )
-    shape = (features.num_data, rows)
-    if targets.numel() != shape[0] * shape[1] or len(targets) != shape[0]:
-        raise ValueError(
-            f"The targets must be measurements of shape {list(shape)}, but have shape {list(targets.shape)}."
+            f"`Gaussian(noise_precision=..., observe=T)`: {left_out} of {num} measurements are zero whatever the "
+            "outputs are, so that their noise is of no use: leave these rows out of T, or give one precision."
         )
     # `T` is linear: measured offset and outputs are those of the linear model `T h`.
-    offset, outputs = measurement.apply(model.offset), measurement.apply(model.network_outputs)
+    offset, outputs = measurement.apply(model.offset), measurement.apply(outputs)
     return replace(
         model,
         features=ObservedFeatures(features, measurement),
         offset=offset,
         network_outputs=outputs,
-        targets=targets.reshape(shape).to(offset),
+        targets=measurement.given(targets.reshape(len(targets), num)).to(offset),
     )
 
 

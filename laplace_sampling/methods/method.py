@@ -427,6 +427,11 @@ class Fit:
                 f"What is left out moves standard deviations by about {100 * moved:.2g} %, more than the tolerance of "
                 f"{100 * tolerance:.2g} %. {self.advice}"
             )
+        if self.found.criterion in ("leave_one_out", "self_consistency"):
+            found.append(
+                "Apart from error bars probabilities are those of the network, which may be too sure: pass "
+                "`val_loader`, or `accuracy=`, the accuracy on new data, for a temperature."
+            )
         gamma = float(sampled.effective_dimension()[0].sum())
         if gamma < 1 and labels is not None and self.found.criterion not in ("", "validation"):
             found.append(

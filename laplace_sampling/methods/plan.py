@@ -4,19 +4,26 @@ Costs are counted operations, for a choice by the clock would not be the same in
 """
 
 import math
+import warnings
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
 
 from laplace_sampling.curvature.head import head_of
+from laplace_sampling.curvature.kronecker import has_factors
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, measure
+from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.closed_form import Exact, Factored, Head, Subset
+from laplace_sampling.methods.expected import columns, expected, in_words
 from laplace_sampling.methods.method import Choice, Method, Task, basis_that_fits
 from laplace_sampling.methods.problem import Problem, counted_in, exact_operations, space_of
 from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
+from laplace_sampling.networks.last_layer import LastLayer, LinearLayer
+from laplace_sampling.networks.random_weights import of_some_weights
 from laplace_sampling.solvers.solver import Solver
 
 
@@ -53,7 +60,7 @@ class Candidate:
         except ValueError:
             fits = False
         pays = problem.budget.affords(estimate.total)
-        epochs = estimate.total / (cost.gradient * problem.features.num_data)
+        epochs = estimate.total / cost.epoch(problem.features.num_data)
         reason = _reason(fits, pays, epochs, problem.budget.epochs)
         return cls(name, method, epochs, estimate.bytes, fits and pays, reason, estimate.dense > 0)
 
@@ -72,8 +79,8 @@ def _reason(fits: bool, pays: bool, epochs: float, budget: float | None) -> str:
 class Auto(Method):
     """The most accurate method that budget and memory pay for; `print` says which one it took, and why.
 
-    For a linear last layer it is the closed form. Otherwise it tries, in this order: exact, samples by solves, all
-    correlations of a part of the data, Kronecker factors.
+    For a linear last layer it is the closed form. Otherwise it tries, in this order: exact, samples by solves (of
+    measurements in observation space), all correlations of a part of the data, Kronecker factors where there are any.
     """
 
     # Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many
@@ -106,10 +113,9 @@ class Auto(Method):
             dense = exact_operations(problem, space_of(problem), cost)
             if dense > max(self._WORTH, self._DEARER * self._PASSES * problem.features.num_data * cost.passes):
                 exact = replace(exact, affordable=False, reason="many more operations than samples by solves")
-        approximations = {
-            "all correlations, part of the data": Subset(**self._shared),
-            "Kronecker factors": Factored(**self._shared),
-        }
+        approximations: dict[str, Method] = {"all correlations, part of the data": Subset(**self._shared)}
+        if has_factors(problem.features):
+            approximations["Kronecker factors"] = Factored(**self._shared)
         others = [Candidate.of(n, m.within(problem, cost), problem, cost) for n, m in approximations.items()]
         return [exact, solves, *others]
 
@@ -121,11 +127,11 @@ class Auto(Method):
         krylov, dual = Krylov(**self._shared), Dual(**self._shared)
         if (
             problem.tangent.model.likelihood.quadratic
-            and basis_that_fits(memory, problem.num_samples) < self._LEAST_BASIS
+            and (problem.measured or basis_that_fits(memory, problem.num_samples) < self._LEAST_BASIS)
             and problem.num_observations < features.size
             and memory.vectors >= dual.needs(problem)
         ):
-            # Memory holds few vectors of weights, but many of observations.
+            # Memory holds few vectors of weights, but many of observations; or the data are measurements.
             return dual
         return krylov
 
@@ -154,8 +160,9 @@ class Plan:
         bytes: predicted memory.
         reason: why this method, in words.
         budget: training epochs that are allowed; `None` for no limit.
-        epoch: operations of a training epoch, one gradient of each datum.
-        candidates: the methods that were compared, from the best posterior down.
+        epoch: operations of a training epoch.
+        candidates: the methods that were compared, from the best posterior down, and the last layer alone.
+        likelihood: of the data; what posteriors gave others like it is printed, if all weights are random.
         remark: which operations are counted, and why they may be more than the budget.
     """
 
@@ -166,18 +173,30 @@ class Plan:
     budget: float | None
     epoch: float
     candidates: tuple[Candidate, ...]
+    likelihood: Likelihood | None = None
     remark: str = ""
 
     @classmethod
-    def of(cls, problem: Problem, asked: Method) -> "Plan":
-        """What a method makes of a problem, whose products have been counted, without a fit."""
+    def of(cls, problem: Problem, asked: Method, alone: Problem | None = None) -> "Plan":
+        """What a method makes of a problem, whose products have been counted, without a fit.
+
+        Args:
+            problem: with its criterion.
+            asked: the method, or `Auto`.
+            alone: the problem of the last layer, to compare with.
+        """
         budget, cost = problem.budget, problem.cost
         assert cost is not None
         choice = asked.choose(problem)
         choice = choice.method.paid_for(problem, choice)
         choice.method.check(problem)
-        chosen = Candidate.of(choice.method.name, choice.method, problem, cost)
-        candidates = asked.candidates(problem, cost) if isinstance(asked, Auto) else [chosen]
+        head = isinstance(choice.method, Head)
+        chosen = Candidate.of("last layer" if head else choice.method.name, choice.method, problem, cost)
+        candidates = asked.candidates(problem, cost) if isinstance(asked, Auto) and not head else [chosen]
+        if alone is not None and alone.cost is not None:
+            last = Candidate.of("last layer", Head(), alone, alone.cost)
+            candidates.append(replace(last, reason='`parameters="last_layer"`') if last.affordable else last)
+        all_or_last = head or not (of_some_weights(problem.tangent.network) or problem.measured)
         # Iterations stop where the budget ends, closed forms do not.
         stops = budget.epochs is not None and choice.method.predicted(problem, cost).least is not None
         epochs = min(chosen.epochs, budget.allowed / budget.epoch) if stops else chosen.epochs
@@ -189,6 +208,7 @@ class Plan:
             budget.epochs,
             budget.epoch,
             tuple(candidates),
+            problem.tangent.model.likelihood if all_or_last else None,
             counted_in(chosen.dense) + budget.excess(epochs * budget.epoch),
         )
 
@@ -199,14 +219,43 @@ class Plan:
             f"{self.epoch:.2g} operations) and {_size(self.bytes)}, {self.reason}"
         )
         head += f"\nEpochs are {self.remark}." if self.remark else ""
-        rows = [("posterior", "method", "epochs", "memory", "")]
+        rows = [("posterior", "method", "epochs", "memory", *columns(self.likelihood), "")]
         rows += [
-            (other.name, f'"{other.method.name}"', _epochs(other.epochs), _size(other.bytes), other.reason)
+            (
+                other.name,
+                f'"{other.method.name}"',
+                _epochs(other.epochs),
+                _size(other.bytes),
+                *expected(self.likelihood, other.method.name),
+                other.reason,
+            )
             for other in self.candidates
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-        return "\n".join([head, "", *(line.rstrip() for line in lines)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([head, "", *(line.rstrip() for line in lines), in_words(self.likelihood)]).rstrip()
+
+
+def of_last_layer(problem: Problem) -> Problem | None:
+    """The same problem with the weights of the last layer random; `None` where that has no closed form of its own."""
+    tangent, cost = problem.tangent, problem.cost
+    assert cost is not None
+    if head_of(problem.features) is not None or of_some_weights(tangent.network) or problem.measured:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are for users who ask for the last layer
+            network = LastLayer(tangent.network.source)
+            with network.keep_inputs(tangent.data):
+                pass
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if not isinstance(network.head, LinearLayer):
+        return None
+    features = NetworkFeatures(network.head, tangent.data, tangent.layout)
+    tangent = replace(tangent, network=network, model=replace(tangent.model, features=features))
+    # A product with the matrix of the layer takes twice as many operations as it has weights.
+    return replace(problem, tangent=tangent, cost=Cost(2.0 * features.size, 2.0 * features.size, cost.gradient))
 
 
 def _epochs(epochs: float) -> str:

@@ -103,8 +103,8 @@ class Budget:
 
     @property
     def epoch(self) -> float:
-        """Operations of a training epoch: a gradient of each datum."""
-        return math.nan if self.cost is None else self.cost.gradient * self.num_data
+        """Operations of a training epoch."""
+        return math.nan if self.cost is None else self.cost.epoch(self.num_data)
 
     @property
     def _counted(self) -> float:
@@ -377,6 +377,11 @@ class Problem:
     def num_observations(self) -> int:
         """`N·C`."""
         return self.features.num_data * self.features.num_outputs
+
+    @property
+    def measured(self) -> bool:
+        """Whether the targets are measurements of the outputs."""
+        return getattr(self.tangent.model.likelihood, "observe", None) is not None
 
     @property
     def by_evidence(self) -> bool:

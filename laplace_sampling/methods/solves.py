@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.arguments import check_positive, check_whole, refuse_class
+from laplace_sampling.curvature.kronecker import has_factors
 from laplace_sampling.gp.dual import DualCG, WhitenedGram
 from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath
@@ -69,19 +70,22 @@ class Solves(Method):
         return Estimate(operations(self._PRODUCTS), self.needs(problem) * memory.vector, least=least)
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
-        """The choice, or Kronecker factors if samples by solves would be hardly more than those of the prior."""
+        """The choice, or a cheaper posterior if samples by solves would be hardly more than those of the prior."""
         if problem.cost is None or (least := self.predicted(problem, problem.cost).least) is None:
             return choice
         budget = problem.budget
         if budget.affords(least):
             return choice
         own = {field.name: getattr(self, field.name) for field in fields(Method)}
+        factors = has_factors(problem.features)
         shortfall = (
             f'Samples by method="{self.name}" take {least / budget.epoch:.3g} training epochs at least, more than the '
-            f"budget of {budget.epochs:g}: the posterior is that of Kronecker factors. Raise `budget`."
+            f"budget of {budget.epochs:g}: the posterior is that of "
+            f"{'Kronecker factors' if factors else 'a part of the data'}. Raise `budget`."
         )
         reason = f'the budget does not pay for method="{self.name}"'
-        return replace(choice, method=Factored(**own), reason=reason, shortfall=shortfall)
+        method = Factored(**own) if factors else Subset(**own).within(problem, problem.cost)
+        return replace(choice, method=method, reason=reason, shortfall=shortfall)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +307,9 @@ class Dual(Solves):
     @property
     def residual_kind(self) -> str:
         return "relative error of the function"
+
+    def remark(self, problem: Problem, memory: Memory) -> str:
+        return f", conjugate gradients in observation space (N·C = {problem.num_observations} observations)"
 
     def check_likelihood(self, likelihood: Likelihood) -> None:
         if not likelihood.quadratic:

@@ -1,17 +1,7 @@
 """The ways of differentiating a network: each product is taken by the first way that works for it.
 
-JVPs of many vectors are tried with stacked tangents, then under `vmap`, then one by one, all by forward mode; then as
-the derivative of `u ↦ φᵀu`, which is linear, in `u`: two reverse passes. A way that failed is not tried again, and a
-notice says so once. There is none for stacked tangents, which are not much faster where they fail.
-
-A stacked tangent is a tensor that carries the tangents of all vectors as one tensor. `vmap` of `jvp` goes through two
-interpreters of functorch for each operation, and copies each tangent that is a part of a larger tensor, as those of
-samples `[K, P]` are. Here the operations that small networks consist of have rules of their own: one kernel for the
-value, and one for all tangents.
-
-A network that calls anything else is left to `jvp`: with one operation after the other by `vmap` of `jvp`, vision
-transformers and MobileNets took 1.5 of its time. A tensor can also lose its tangents where a network hides an operation
-from torch (scripts, functions with derivatives of their own), so the first product is compared with that of `jvp`.
+JVPs of many vectors are tried under `vmap`, then one by one, both by forward mode; then as the derivative of `u ↦ φᵀu`,
+which is linear, in `u`: two reverse passes. A way that failed is not tried again, and a notice says so once.
 """
 
 import linecache
@@ -28,13 +18,11 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jacrev, jvp, vjp, vmap
-from torch.utils._pytree import tree_map
 
 from laplace_sampling.data.batches import batched, num_rows, take
 from laplace_sampling.networks.derivatives import ComposedLayers, by_branch
 from laplace_sampling.networks.memory import Batching
 from laplace_sampling.networks.shell import HALF, Shell, Weights
-from laplace_sampling.networks.tangents import RULES, Dual
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -55,72 +43,6 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 Function = Callable[[Weights], Tensor]
-
-
-class _Unstackable(RuntimeError):
-    """A call that no rule is made for."""
-
-
-class _Stacked(Tensor):
-    """A `Dual` that a network takes for a tensor."""
-
-    dual: Dual
-
-    @classmethod
-    def of(cls, dual: Dual) -> "_Stacked":
-        self = torch.Tensor._make_subclass(cls, dual.value)
-        self.dual = dual
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _QUESTIONS or getattr(func, "__name__", "") == "__get__":
-                answer = func(*(x.dual.value if isinstance(x, _Stacked) else x for x in args), **kwargs)
-                if not isinstance(answer, Tensor):
-                    return answer
-            # `no_grad` in the network stops forward derivatives as it stops reverse ones.
-            rule = RULES.get(func) if torch.is_grad_enabled() and not kwargs.pop("inplace", False) else None
-            args, kwargs = tree_map(lambda x: x.dual if isinstance(x, _Stacked) else x, (args, kwargs))
-            result = None if rule is None else rule(func, *args, **kwargs)
-        if result is None:
-            raise _Unstackable(f"`{getattr(func, '__name__', func)}` has no rule.")
-        return cls.of(result)
-
-
-def stacked(f: Callable[..., Tensor], weights: Weights, tangents: Weights, together: int) -> Float[Tensor, "K N C"]:
-    """`φ v_k`, without a graph.
-
-    Args:
-        f: the network, `{name: tensor} -> [N, C]`, with an option `composed`.
-        weights: where it is differentiated.
-        tangents: `v_k`, by weight `[K, ...]`.
-        together: vectors at once.
-    """
-    parts = zip(*(t.split(together) for t in tangents.values()), strict=True)
-    with torch.enable_grad():  # outside of it, forward derivatives stop too
-        products = [_product(f, weights, dict(zip(weights, part, strict=True))).detach() for part in parts]
-    return products[0] if len(products) == 1 else torch.cat(products)
-
-
-def _product(f: Callable[..., Tensor], weights: Weights, tangents: Weights) -> Tensor:
-    out = f({name: _Stacked.of(Dual(weight, tangents[name])) for name, weight in weights.items()}, composed=False)
-    if not isinstance(out, _Stacked):
-        raise _Unstackable("The outputs have no tangents.")
-    return out.dual.tangents
-
-
-def is_product(product: Tensor, f: Function, weights: Weights, tangent: Weights) -> bool | None:
-    """Whether it is that of `jvp`: torch does not see all that happens in a network. `None` if that one is zero."""
-    with torch.enable_grad():
-        expected = jvp(f, (weights,), (tangent,))[1].detach()
-    dtypes = (expected.dtype, next(iter(weights.values())).dtype)
-    return difference(product, expected) <= max(map(rounding, dtypes)) if 0 < expected.norm() < math.inf else None
-
-
-# What has no derivative, beside attributes.
-_QUESTIONS = {getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")}
 
 
 # Exceptions of operations that lack a derivative or a rule for batches; the last two are of operations that call
@@ -166,8 +88,6 @@ class JacobianProducts:
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
         self.rows_are_right, self._dual_works = False, True
-        # Whether stacked tangents work, by the names of the random weights.
-        self._stacks: dict[tuple[str, ...], bool] = {}
         self.lacking: str | None = None
 
     def push(
@@ -185,8 +105,6 @@ class JacobianProducts:
         Raises:
             RuntimeError: if an operation has neither a forward derivative nor a second reverse one.
         """
-        if not graph and (product := self._push_stacked(f, weights, tangents, largest)) is not None:
-            return product
         errors = []
         # `vmap` over a single vector would only take longer.
         single = len(next(iter(tangents.values()))) == 1
@@ -207,25 +125,6 @@ class JacobianProducts:
             f"mode: {reverse}. Replace this operation by one that torch differentiates, or choose weights after it "
             "with `parameters=`."
         ) from errors[0]
-
-    def _push_stacked(self, f: Function, weights: Weights, tangents: Weights, largest: float) -> Tensor | None:
-        """By stacked tangents; `None` where they fail, or are other than those of `jvp` in the first product."""
-        key, like = tuple(weights), next(iter(tangents.values()))
-        if len(like) == 1 or self._pushes[0] != self._push_together or not self._stacks.get(key, True):
-            return None
-        together, product = self.batching.vectors_together(len(like), like.device, largest), None
-        try:
-            product = stacked(f, weights, tangents, together)
-            works = self._stacks.get(key)
-            if works is None:
-                works = is_product(product[0], f, weights, {name: t[0] for name, t in tangents.items()})
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # rules meet calls of all kinds; an error of the network itself comes again in the next way
-            works = False
-        if works is not None:
-            self._stacks[key] = works
-        return product if works else None
 
     def _settle_on(self, way: Callable, error: Exception) -> None:
         """Drops the ways before this one, and says why."""
@@ -265,21 +164,7 @@ class JacobianProducts:
         self, f: Function, weights: Weights, tangents: Weights, largest: float, graph: bool
     ) -> Tensor:
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-        outputs = f(leaves)
-        u = torch.zeros_like(outputs).requires_grad_()
-        with ComposedLayers():  # checkpoints run a part of the network again
-            pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
-        # Gradients that do not depend on `u` contribute nothing.
-        linear = [(g, t) for g, t in zip(pulled, tangents.values(), strict=True) if g is not None and g.requires_grad]
-        rows = []
-        for k in range(len(next(iter(tangents.values())))):
-            if not linear:
-                rows.append(torch.zeros_like(outputs))
-                continue
-            gradients, vectors = [g for g, _ in linear], [t[k] for _, t in linear]
-            (row,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True, create_graph=graph)
-            rows.append(row)
-        return torch.stack(rows)
+        return push_by_two_pullbacks(f(leaves), leaves, tangents, graph)
 
     def pull(
         self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."], largest: float
@@ -377,6 +262,33 @@ class JacobianProducts:
             torch.cat([r.detach().flatten() for r in of]) for of in ([row[-1] for row in rows.values()], last())
         )
         return not difference(together, alone) > rounding(torch.bfloat16)
+
+
+def push_by_two_pullbacks(
+    outputs: Tensor, leaves: Weights, tangents: Weights, graph: bool = False
+) -> Float[Tensor, "K ..."]:
+    """`φ v_k` as the derivative of `u ↦ φᵀu` in `u`.
+
+    Args:
+        outputs: a tensor with a graph.
+        leaves: the weights in that graph, by name.
+        tangents: `v_k`, `[K, ...]`.
+        graph: whether the product is differentiable itself.
+    """
+    u = torch.zeros_like(outputs).requires_grad_()
+    with ComposedLayers():  # checkpoints run a part of the network again
+        pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
+    # Gradients that do not depend on `u` contribute nothing.
+    linear = [(g, t) for g, t in zip(pulled, tangents.values(), strict=True) if g is not None and g.requires_grad]
+    rows = []
+    for k in range(len(next(iter(tangents.values())))):
+        if not linear:
+            rows.append(torch.zeros_like(outputs))
+            continue
+        gradients, vectors = [g for g, _ in linear], [t[k] for _, t in linear]
+        (row,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True, create_graph=graph)
+        rows.append(row)
+    return torch.stack(rows)
 
 
 # Rows of the Jacobian: derivatives of each datum by itself, for all data together under `vmap` ------------------------

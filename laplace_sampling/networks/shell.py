@@ -351,14 +351,21 @@ class Shell:
             x: inputs.
             composed: whether layers without forward derivatives are replaced for this call.
         """
+        return self.with_layout(weights, x, composed=composed)[0]
+
+    def with_layout(
+        self, weights: Weights | None, x: Any, *, composed: bool = False
+    ) -> tuple[Float[Tensor, "N ..."], Layout]:
+        """The outputs as by a call, and their layout."""
         args, kwargs = arguments(self._copied(x))
         dtype = self.dtype
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
         # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
         with lowered, cpu_out_of_memory, ComposedLayers() if composed else nullcontext(), self._with(weights):
             output = self.module(*args, **kwargs)
-        output = _plain(read(output, num_rows(x))[0])
-        return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time
+        output, layout = read(output, num_rows(x))
+        output = _plain(output)
+        return output if output.dtype == dtype else output.to(dtype), layout  # a `to` without effect takes time, too
 
     @contextmanager
     def _with(self, weights: Weights | None) -> Iterator[None]:
@@ -380,8 +387,8 @@ class Shell:
         """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
         num = num_rows(x)
 
-        def outputs(weights: Weights, composed: bool = True) -> Tensor:
-            output = self(weights, x, composed=composed)
+        def outputs(weights: Weights) -> Tensor:
+            output = self(weights, x, composed=True)
             return output if output.dim() == 2 else output.reshape(num, -1)
 
         return outputs

@@ -1,9 +1,8 @@
 """Rules of tangents: what an operation does to a tensor and `K` tangents of it, all at once.
 
-Two drivers call them. `stacked_tangents` takes functions of `torch` as a network calls them; an exported network is
-taken apart into operations of `aten` (`export.program`). The rules are plain operations, which `torch.export`
-traces: torch's own forward mode (`torch.func.jvp`) fixes the size of the batch when it is traced, and `vmap` does for
-convolutions and pooling (torch 2.15).
+They are for exported networks, whose operations are those of `aten` (`export.program`): plain operations, which
+`torch.export` traces. torch's own forward mode (`torch.func.jvp`) fixes the size of the batch when it is traced, and
+`vmap` does for convolutions and pooling (torch 2.15).
 """
 
 import math
@@ -13,7 +12,6 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch._ops import OpOverload
@@ -217,15 +215,9 @@ def _extreme(func: Callable, a: Any, b: Any) -> Dual:
 
 
 def _convolution(func: Callable, x: Any, weight: Any, bias: Any, *options: Any) -> Dual:
-    *_, transposed, _, groups = options
-    return _convolved(func, x, weight, bias, options, groups, transposed)
-
-
-def _convolved(
-    func: Callable, x: Any, weight: Any, bias: Any, options: Sequence[Any], groups: int = 1, transposed: bool = False
-) -> Dual:
     """Tangents of the kernels are more output channels, those of the inputs more data."""
     (x, x_dot), (weight, weight_dot), (bias, bias_dot) = map(parts_of, (x, weight, bias))
+    *_, transposed, _, groups = options
     value, terms = func(x, weight, bias, *options), []
     if weight_dot is not None:
         num, channels = len(weight_dot), value.shape[1] // groups
@@ -243,22 +235,6 @@ def _convolved(
     if x_dot is not None:
         terms.append(func(x_dot.flatten(0, 1), weight, None, *options).unflatten(0, x_dot.shape[:2]))
     return Dual(value, total(terms))
-
-
-def _linear(func: Callable, x: Any, weight: Any, bias: Any = None) -> Dual | None:
-    """`x Wᵀ + b`: the tangents of `W` take one batch of products, those of `x` one product."""
-    (x, x_dot), (weight, weight_dot), (bias, bias_dot) = map(parts_of, (x, weight, bias))
-    if weight.dim() != 2 or x.dim() < 2 or x.dtype != weight.dtype:
-        return None
-    value, terms = func(x, weight, bias), []
-    num = next(len(t) for t in (x_dot, weight_dot, bias_dot) if t is not None)
-    if weight_dot is not None:
-        terms.append(x.reshape(1, -1, x.shape[-1]).expand(num, -1, -1) @ weight_dot.mT)
-    if x_dot is not None:
-        terms.append((x_dot.reshape(-1, x.shape[-1]) @ weight.T).view(num, -1, len(weight)))
-    if bias_dot is not None:
-        terms.append(bias_dot[:, None].expand(num, value[..., 0].numel(), -1))
-    return Dual(value, total(terms).reshape(num, *value.shape))
 
 
 # Nonlinear ------------------------------------------------------------------------------------------------------------
@@ -382,61 +358,6 @@ def batch_norm_tangents(
     return tangents
 
 
-# Functions of torch as a network calls them; `None` for calls that a rule is not made for -----------------------------
-
-
-def _by_slope(func: Callable, x: Any, *args: Any, **kwargs: Any) -> Dual | None:
-    """`f(x)` of each number: the tangents are those of `x` times `f'(x)`."""
-    if not isinstance(x, Dual) or any(isinstance(t, Dual | Tensor) for t in (*args, *kwargs.values())):
-        return None
-    leaf = x.value.detach().requires_grad_()
-    value = func(leaf, *args, **kwargs)
-    (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
-    return Dual(value.detach(), x.tangents * slope)
-
-
-def _relu(func: Callable, x: Any) -> Dual:
-    """As `_by_slope`, without the graph of a slope, which takes longer than a small layer."""
-    value = func(x.value)
-    return Dual(value, x.tangents * (value > 0))
-
-
-def _of_each(func: Callable, x: Any, *args: Any, **kwargs: Any) -> Dual | None:
-    """A function that is linear in its one tensor: it is applied to each tangent."""
-    if not isinstance(x, Dual) or any(isinstance(t, Dual | Tensor) for t in (*args, *kwargs.values())):
-        return None
-    return Dual(func(x.value, *args, **kwargs), torch.vmap(lambda t: func(t, *args, **kwargs))(x.tangents))
-
-
-def _sum(func: Callable, a: Any, b: Any) -> Dual | None:
-    """`a + b` of one shape."""
-    if not (isinstance(a, Dual) and isinstance(b, Dual)) or a.value.shape != b.value.shape:
-        return None
-    return Dual(func(a.value, b.value), func(a.tangents, b.tangents))
-
-
-def _convolution_of_torch(func: Callable, x: Any, weight: Any, bias: Any = None, *options: Any) -> Dual | None:
-    (images, _), (kernels, _) = parts_of(x), parts_of(weight)
-    if images.dim() != kernels.dim() or images.dtype != kernels.dtype or (len(options) > 3 and options[3] != 1):
-        return None
-    return _convolved(func, x, weight, bias, options)
-
-
-def _batch_norm_of_torch(func: Callable, *args: Any, **kwargs: Any) -> Dual | None:
-    x, mean, var, weight, bias, training, momentum, eps = BatchNormCall(*args, **kwargs)
-    (x, x_dot), (weight, weight_dot), (bias, bias_dot) = map(parts_of, (x, weight, bias))
-    if training or mean is None or var is None or isinstance(mean, Dual) or x.dtype != mean.dtype:
-        return None
-    value = func(x, mean, var, weight, bias, False, momentum, eps)
-    return Dual(value, batch_norm_tangents(x, mean, var, weight, eps, x_dot, weight_dot, bias_dot))
-
-
-def _max_pool_of_torch(func: Callable, x: Any, *args: Any, **kwargs: Any) -> Dual | None:
-    if not isinstance(x, Dual) or x.value.dim() != 4 or kwargs.get("return_indices"):
-        return None
-    return _max_pool(F.max_pool2d_with_indices, x, *args, **kwargs)[0]
-
-
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 _SLOPES: dict[Any, Callable[..., Tensor]] = {
@@ -500,27 +421,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
 _CONSTANT = {
     *(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.sign.default),
     *(aten.round.default, aten.floor.default, aten.ceil.default, aten.trunc.default),
-}
-
-_ELEMENTWISE = [
-    *(getattr(F, name) for name in ("relu", "relu6", "gelu", "silu", "elu", "selu", "leaky_relu", "softplus", "mish")),
-    *(getattr(F, name) for name in ("hardswish", "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid")),
-    *(getattr(of, name) for of in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "exp", "sin", "cos")),
-]
-_LINEAR = [
-    *(getattr(of, name) for of in (torch, Tensor) for name in ("flatten", "reshape", "permute", "transpose", "mean")),
-    *(getattr(Tensor, name) for name in ("view", "contiguous", "__getitem__")),
-    *(F.avg_pool2d, F.adaptive_avg_pool2d),
-]
-_SUMS = [torch.add, Tensor.add, Tensor.__add__, torch.sub, Tensor.sub, Tensor.__sub__]
-# By function of torch.
-RULES: dict[Callable, Callable[..., Dual | None]] = {
-    F.linear: _linear,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution_of_torch),
-    **dict.fromkeys(_ELEMENTWISE, _by_slope),
-    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _relu),
-    **dict.fromkeys(_LINEAR, _of_each),
-    **dict.fromkeys(_SUMS, _sum),
-    F.batch_norm: _batch_norm_of_torch,
-    F.max_pool2d: _max_pool_of_torch,
 }

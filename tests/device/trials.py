@@ -200,6 +200,22 @@ def predict_loader(s: Session) -> None:
 
 
 @action
+def programs(s: Session) -> None:
+    def joined(outputs: Any) -> Tensor:
+        parts = outputs.values() if isinstance(outputs, dict) else [outputs]
+        return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+
+    def slope(f: Callable) -> Tensor:
+        x = s.x.clone().requires_grad_()
+        return torch.autograd.grad(joined(f(x)).sum(), x)[0]
+
+    pred = s.la.propagate(lambda f: joined(f(s.x)))
+    s.see("programs", pred.mean, pred.samples, pred.joint_covariance(), joined(s.la.functions()(s.x)))
+    if isinstance(s.x, Tensor) and s.x.is_floating_point():
+        s.see("slope", s.la.propagate(slope).stddev)
+
+
+@action
 def log_prob(s: Session) -> None:
     s.see("log_prob", s.la.predict(s.x).log_prob(s.y))
 

@@ -1,7 +1,10 @@
 """Measurements of the outputs, against dense algebra."""
 
+import pickle
 import warnings
+from typing import Any
 
+import inverse
 import pytest
 import reference
 import torch
@@ -11,8 +14,11 @@ from problems import CLOSE
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling import ConvergenceWarning, Gaussian, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Dual, Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.gp.linear_operators import to_linear_operator
+from laplace_sampling.linear_model.draws import Draws, Stream
+from laplace_sampling.methods.plan import Auto
+from laplace_sampling.methods.problem import Budget
 
 
 def measured() -> tuple[Case, Tensor, Tensor]:
@@ -89,3 +95,90 @@ def test_measurements_that_do_not_fit() -> None:
     state = la.state_dict()
     with pytest.raises(ValueError, match="`observe`"):
         laplace_of(case.model, "regression", observe=T).load_state_dict(state)
+
+
+def one_image(side: int = 16, num_angles: int = 5) -> tuple[inverse.Picture, Tensor, Any, Tensor]:
+    """A network, its input, sums of its image along lines as a sparse matrix, and noisy sums."""
+    model, z = inverse.picture(side)
+    T = inverse.radon(side, num_angles)
+    y = inverse.noisy(model(z).detach().flatten(1) @ torch.as_tensor(T.toarray()).mT)
+    return model, z, T, y
+
+
+def test_dual_samples_of_an_image_are_those_of_dense_algebra() -> None:
+    """Matheron's rule with the draws of the fit, `ζ = θ⁰ + A⁻¹FᵀS⁻¹(ε − Fθ⁰)`, `F = TJ` and `S = FA⁻¹Fᵀ + I/b`."""
+    model, z, T, y = one_image()
+    a, b, num = 0.7, 30.0, 3
+    la = LinearisedLaplace(
+        model, Gaussian(b, observe=T), prior=IsotropicPrior(a), method=Dual(accuracy=1e-9), num_samples=num
+    )
+    la.fit([(z, y)], progress=False)
+    J, D = reference.jacobian(model, z)[0], torch.as_tensor(T.toarray())
+    D = D[D.any(1)]  # some cells beside the corners see nothing
+    F, draws = D @ J, Draws(num, 0, Stream.SAMPLES)
+    start = draws.prior(J.shape[1]).double() / a**0.5
+    noise = draws.noise(len(D))(torch.arange(1))[:, 0].double() / b**0.5
+    S = F @ F.mT / a + torch.eye(len(D)).double() / b
+    expected = start + torch.linalg.solve(S, (noise - start @ F.mT).mT).mT @ F / a
+    assert_close(la.samples_, expected, rtol=1e-6, atol=1e-6)
+    assert_close(la.predict(z).deviations.flatten(1), expected @ J.mT, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["auto", "dual"])
+def test_a_default_fit_of_measurements(method: str) -> None:
+    """An epoch is a gradient of each measurement, so that the default budget pays for these methods."""
+    model, z, T, y = one_image(8, 5)
+    la = LinearisedLaplace(model, Gaussian(50.0, observe=T), method=method, num_samples=32)
+    la.fit_hyperparameters([(z, y)], progress=False)
+    exact = LinearisedLaplace(model, Gaussian(50.0, observe=T), method="exact", num_samples=32)
+    exact.fit_hyperparameters([(z, y)], budget=None, progress=False)
+    assert_close(la.prior_precision_, exact.prior_precision_, rtol=0.02, atol=0)
+    assert_close(la.predict(z).deviations, exact.predict(z).deviations, rtol=0.02, atol=0.02)
+    told = str(la)
+    assert la.diagnose().epochs < 20
+    assert ("rows of TΦ are held" if method == "auto" else "conjugate gradients in observation space") in told, told
+
+
+def test_conjugate_gradients_take_over_where_memory_does_not_hold_the_gram_matrix() -> None:
+    model, z, T, y = one_image(16, 12)
+    for max_memory, method in ((4e6, "exact"), (1e6, "dual")):
+        la = LinearisedLaplace(model, Gaussian(50.0, observe=T), method=Auto(max_memory=max_memory), num_samples=4)
+        la.fit([(z, y)], progress=False)
+        assert f"'{method}'" in str(la), str(la)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+def test_a_budget_is_of_epochs_of_measurements_and_no_method_is_one_that_refuses_them(monkeypatch) -> None:
+    monkeypatch.setattr(Budget, "FREE", 0.0)
+    model, z, T, y = one_image(8, 5)
+    for method in ("auto", "dual", "krylov"):
+        for budget in (20.0, 0.5):
+            la = LinearisedLaplace(model, Gaussian(50.0, observe=T), method=method, num_samples=4)
+            la.fit_hyperparameters([(z, y)], budget=budget, progress=False)
+            assert bool(la.predict(z).stddev.isfinite().all())
+            assert '"kfac"' not in str(la.plan([(z, y)], budget=budget))
+    # The unit: gradients of as many data as there are measurements.
+    plan, of_data = la.plan([(z, y)]), LinearisedLaplace(model, "regression").plan([(z, model(z).detach())])
+    assert_close(plan.epoch, of_data.epoch * 38, rtol=0.1, atol=0)
+    many = la.plan([(z.expand(50, -1, -1, -1), y.expand(50, -1))])
+    assert_close(many.epoch, of_data.epoch * 50, rtol=0.1, atol=0)
+
+
+def test_the_standard_deviation_of_many_pixels_is_that_of_the_samples_and_covariances_are_exact() -> None:
+    model, z, T, y = one_image(8, 5)
+    la = LinearisedLaplace(model, Gaussian(50.0, observe=T), num_samples=32).fit([(z, y)], progress=False)
+    before, pred = la.network.products["vjp"], la.predict(z)
+    assert_close(pred.stddev, pred.deviations.square().mean(0).sqrt())
+    products = la.network.products
+    assert products["vjp"] - before <= 32 * 2  # the samples', once
+    J, D = reference.jacobian(model, z)[0], torch.as_tensor(T.toarray())
+    F = D @ J
+    H = 50 * F.mT @ F + torch.eye(J.shape[1]).double()
+    exact = J @ torch.linalg.solve(H, J.mT)
+    assert_close(pred.joint_covariance(), exact, **CLOSE)
+    assert_close(pred.covariance()[0], exact, **CLOSE)
+    few = LinearisedLaplace(model, Gaussian(50.0, observe=T), num_samples=64).fit([(z, y)], progress=False)
+    assert_close(few.predict(z).variance.flatten(), exact.diagonal(), **CLOSE)
+    copied, again = pickle.loads(pickle.dumps((pred, la)))
+    assert torch.equal(copied.stddev, pred.stddev)
+    assert_close(again.predict(z).joint_covariance(), exact, **CLOSE)

@@ -44,10 +44,11 @@ def test_settings_of_another_kind_are_refused() -> None:
 
 def test_functions_that_are_not_adjoint_are_refused() -> None:
     T = torch.randn(5, 18, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    outputs = torch.zeros(1, 18, dtype=torch.float64)
     with pytest.raises(ValueError, match="⟨Tf, u⟩"):
-        as_measurement((lambda f: T @ f, lambda u: 2 * T.T @ u), 18)
+        as_measurement((lambda f: T @ f, lambda u: 2 * T.T @ u), outputs).checked(outputs)
     with pytest.raises(ValueError, match="entries"):
-        as_measurement((lambda f: T @ f, lambda u: u), 18)
+        as_measurement((lambda f: T @ f, lambda u: u), outputs)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")
@@ -55,6 +56,6 @@ def test_functions_that_are_not_adjoint_are_refused() -> None:
 def test_sparse_matrices_of_any_layout(layout: str) -> None:
     dense = torch.tensor([[1.0, 0, 2], [0, 0, 3]], dtype=torch.float64)
     sparse = {"coo": dense.to_sparse_coo, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[layout]()
-    T, f, u = as_measurement(sparse, 3), torch.randn(2, 4, 3).double(), torch.randn(5, 2).double()
+    T, f, u = as_measurement(sparse, torch.zeros(1, 3)), torch.randn(2, 4, 3).double(), torch.randn(5, 2).double()
     assert_close(T.apply(f), f @ dense.T)
     assert_close(T.adjoint(u), u @ dense)

@@ -48,7 +48,7 @@ def test_features_made_from_others(case: Case) -> None:
     weights = numbers(*dense.matrix.shape[:2])
     check(WeightedFeatures(features, weights), weights[..., None] * dense.matrix)
     check(SomeFeatures(ScaledFeatures(features, scale), some), dense.matrix[some] * scale)
-    check(ObservedFeatures(features, as_measurement(T, features.num_outputs)), T @ dense.matrix)
+    check(ObservedFeatures(features, as_measurement(T, torch.zeros(1, features.num_outputs))), T @ dense.matrix)
 
 
 def test_a_model_of_unequal_noise_is_that_of_whitened_targets() -> None:
