@@ -153,7 +153,7 @@ class LinearisedLaplace:
         data: Data = _NO_DATA,
         accuracy: float | None = None,
         criterion: str | Criterion = "auto",
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
         tolerance: float = 0.015,
         warm_start: bool = False,
         progress: bool = True,
@@ -237,7 +237,7 @@ class LinearisedLaplace:
         loader: Iterable[Any],
         *,
         data: Data = _NO_DATA,
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
         tolerance: float = 0.015,
         warm_start: bool = False,
         progress: bool = True,
@@ -272,7 +272,7 @@ class LinearisedLaplace:
         data: Data = _NO_DATA,
         accuracy: float | None = None,
         criterion: str | Criterion = "auto",
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
     ) -> Plan:
         """What `fit_hyperparameters` will do with these data: method, training epochs, memory, and why; `print` it.
 
