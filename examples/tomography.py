@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"relative misfit {float((net(z) @ T.T - y).detach().norm() / y.norm()):.3f}")
 
     likelihood = Gaussian(1 / sigma**2, learn=options.learn_noise, observe=T)
-    la = LinearisedLaplace(net, likelihood, prior=options.prior, method="exact")
+    la = LinearisedLaplace(net, likelihood, prior=options.prior, num_samples=256)
     la.fit_hyperparameters([(z, y)], progress=False)
     print(la)
     prediction = la.predict(z)
@@ -139,8 +139,9 @@ def count_products(la: LinearisedLaplace, options: argparse.Namespace, T: Tensor
     """Products of conjugate gradients for eight samples in observation space, with and without a preconditioner."""
     model = tangent_model_of(la.network, la.settings.likelihood, [(z, y)], kind="affine", observation=T).model
     ggn, draws = model.ggn(model.network_outputs), Draws(8, 0)
+    noise = draws.noise(model.features.num_outputs)
     prior = replace(la.settings.prior, precision=float(la.prior_precision_))
-    prior = prior.build(ggn, la.network.layers(), draws.noise(len(T)))
+    prior = prior.build(ggn, la.network.layers(), noise)
     for rank in (options.rank, 0):
         samples = DualCG(tolerance=1e-3, rank=rank).sample(ggn, prior, draws)
         print(f"rank {rank}: {samples.passes:.0f} products for {len(samples.value)} samples, to 1e-3")

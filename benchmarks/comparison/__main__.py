@@ -19,9 +19,10 @@ MEANS = ROOT / "benchmarks" / "records" / "means.csv"
 
 
 def write(files: Sequence[Path], records: Path, page: Path) -> None:
-    """Means of the files, if there are any, and the page from the means."""
+    """Adds means of the files, if there are any, to the records, and writes the page of these."""
     if files:
-        report.write_means(report.means(read(files)), records)
+        there = report.read_means(records) if records.exists() else []
+        report.write_means(report.merged(there, report.means(read(files))), records)
     rows = report.read_means(records)
     report.draw(rows, page.parent / "images" / "results.png")
     page.write_text(report.page(rows), encoding="utf-8")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.comparison import peers, processes
+from benchmarks.comparison import activations, peers, processes
 from benchmarks.comparison.laplace_torch import STRUCTURES, laplace_torch
 from benchmarks.comparison.ours import ours
 from benchmarks.comparison.predictions import Fitted
@@ -48,10 +48,8 @@ METHODS: dict[str, Method] = {
     "temperature by test oracle": Method(partial(peers.temperature_scaling, oracle=True), sees="test"),
     "ours": Method(ours()),
     "ours, validation": Method(ours(validated=True), sees="validation"),
-    "ours, 5 epochs": Method(ours(budget=5)),
-    "ours, 5 epochs, validation": Method(ours(validated=True, budget=5), sees="validation"),
-    "ours, 10 epochs": Method(ours(budget=10)),
-    "ours, 10 epochs, validation": Method(ours(validated=True, budget=10), sees="validation"),
+    "ours, 20 epochs": Method(ours(budget=20)),
+    "ours, 20 epochs, validation": Method(ours(validated=True, budget=20), sees="validation"),
     "ours, last layer": Method(ours(parameters="last_layer")),
     "ours, last layer, validation": Method(ours(validated=True, parameters="last_layer"), sees="validation"),
     "ours, KFAC": Method(ours(method="kfac")),
@@ -61,6 +59,9 @@ METHODS: dict[str, Method] = {
     "ours, g-prior": Method(ours(prior="g-prior"), likelihoods=NUMBERS),
     "ours, layerwise": Method(ours(prior="layerwise"), likelihoods=NUMBERS),
     **_laplace_torch(),
+    "GAPA": Method(activations.gapa, sees="validation"),
+    "projected features": Method(activations.projected()),
+    "projected features, validation": Method(activations.projected(validated=True), sees="validation"),
     "MC dropout": Method(peers.mc_dropout, sees="validation"),
     "SNGP": Method(peers.sngp, likelihoods=CLASSES),
     "ensemble of 5": Method(peers.deep_ensemble),

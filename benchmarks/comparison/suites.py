@@ -47,7 +47,8 @@ BOTH = {
     **dict.fromkeys(
         (
             "laplace-torch, last layer", "laplace-torch, last layer, validation",
-            "laplace-torch, last layer, KFAC, validation", "MC dropout", "SNGP", "ensemble of 5",
+            "laplace-torch, last layer, KFAC, validation", "GAPA", "projected features",
+            "projected features, validation", "MC dropout", "SNGP", "ensemble of 5",
             "ensemble of 5, a fifth of the steps",
         ),
         1,
@@ -66,9 +67,8 @@ SECOND = {**BOTH, "GP, inducing points": 1}
 BUDGET = {
     **dict.fromkeys(
         (
-            "MAP", "ours", "ours, validation", "ours, 5 epochs", "ours, 5 epochs, validation", "ours, 10 epochs",
-            "ours, 10 epochs, validation", "ours, last layer", "ours, last layer, validation", "ours, KFAC",
-            "ours, KFAC, validation",
+            "MAP", "ours", "ours, validation", "ours, 20 epochs", "ours, 20 epochs, validation", "ours, last layer",
+            "ours, last layer, validation", "ours, KFAC", "ours, KFAC, validation",
         ),
         0,
     )

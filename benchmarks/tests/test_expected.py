@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.comparison.__main__ import MEANS
-from benchmarks.comparison.report import difference, mean, read_means
+from benchmarks.comparison.report import Row, mean, read_means, values
 from laplace_sampling.methods import expected
 
 ROWS = [row for row in read_means(MEANS) if row["suite"] == "second"]
@@ -15,6 +15,10 @@ NAMES = {
     "kfac": ("ours, KFAC", "ours, KFAC, validation"),
     "last_layer": ("ours, last layer", "ours, last layer, validation"),
 }
+
+
+def difference(rows: Sequence[Row], method: str, name: str) -> list[float]:
+    return list(values(rows, method, name).values())
 
 
 def check(value: float | None, measured: Sequence[float | None], digits: int) -> None:

@@ -4,17 +4,19 @@ Matrices, pairs of functions and physics, objects with `A` and `A_adjoint`, beco
 stacks of flattened rows.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from laplace_sampling.solvers.placement import chosen
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
 # What users may give for `T`: a matrix, a LinearOperator (which is not imported here, as that takes seconds), a pair of
@@ -35,32 +37,81 @@ _COMPLEX = (
 
 
 @dataclass(frozen=True)
+class Product:
+    """`T f` of the rows of a matrix, by a matrix `T`, which multiplies from the left: sparse ones do nothing else."""
+
+    matrix: Any
+    placed: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
+
+    def __call__(self, rows: Float[Tensor, "K n"]) -> Float[Tensor, "K m"]:
+        where = rows.device, rows.dtype
+        if where not in self.placed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # rows of sparse matrices are new in torch
+                self.placed[where] = self.matrix.to(*where)
+        return (self.placed[where] @ rows.T.contiguous()).T
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """`T f` of the rows of a matrix, by a function.
+
+    Attributes:
+        function: of one vector, or of stacks of them.
+        shape: of a vector.
+        own: a tensor on the device and in the dtype of the vectors.
+        singly: whether the function takes one vector at a time.
+    """
+
+    function: Function
+    shape: tuple[int, ...]
+    own: Tensor
+    singly: bool = False
+
+    def __call__(self, rows: Float[Tensor, "K n"]) -> Float[Tensor, "K m"]:
+        return self.unflattened(rows).detach().flatten(1)
+
+    def unflattened(self, rows: Float[Tensor, "K n"]) -> Float[Tensor, "K *m"]:
+        """What the function returns."""
+        stack = rows.to(self.own).reshape(-1, *self.shape)
+        return torch.stack([self.function(row) for row in stack]) if self.singly else self.function(stack)
+
+
+@dataclass(frozen=True)
 class Measurement:
     """`T`, `[m, n]`, by its products with stacks of rows.
 
     Attributes:
-        shape: `(m, n)`.
-        entries: the shape that all measurements of a datum have.
         forward: `T f` of the rows of a matrix.
         backward: `Tᵀ u` of the rows of a matrix.
+        num_outputs: `n`.
+        entries: the shape that all measurements of a datum have.
         rounding: of the dtype in which `T` computes, whatever that of the rows is; 0 for that of the rows.
         kept: which of all measurements these are; `None` for all of them.
     """
 
-    shape: tuple[int, int]
-    entries: tuple[int, ...]
     forward: Function
     backward: Function
+    num_outputs: int
+    entries: tuple[int, ...]
     rounding: float = 0.0
     kept: Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(m, n)`."""
+        return math.prod(self.entries) if self.kept is None else len(self.kept), self.num_outputs
+
     def apply(self, f: Float[Tensor, "*K n"]) -> Float[Tensor, "*K m"]:
         """`T f`."""
-        return _of_rows(self.forward, f, self.shape[0])
+        found = _of_rows(self.forward, f, math.prod(self.entries))
+        return found if self.kept is None else found[..., self.kept.to(f.device)]
 
     def adjoint(self, u: Float[Tensor, "*K m"]) -> Float[Tensor, "*K n"]:
         """`Tᵀ u`."""
-        return _of_rows(self.backward, u, self.shape[1])
+        if self.kept is not None:
+            u = u.new_zeros(*u.shape[:-1], math.prod(self.entries)).index_copy_(-1, self.kept.to(u.device), u)
+        return _of_rows(self.backward, u, self.num_outputs)
 
     def given(self, values: Float[Tensor, "N *m"]) -> Float[Tensor, "N m"]:
         """Numbers of all measurements, flat and of those that these are."""
@@ -98,18 +149,10 @@ class Measurement:
                 "for random f and u. `torch.func.vjp` makes an exact adjoint of T, as does "
                 "`Tomography(adjoint_via_backprop=True)` of deepinv."
             )
-        kept = measured.any(0).nonzero()[:, 0]
-        if len(kept) == m:
-            return self
+        kept = chosen(torch.arange(m), measured.any(0))
         if not len(kept):
             raise ValueError("`observe=T` measures nothing: T f is zero for random outputs f.")
-
-        def backward(u: Tensor) -> Tensor:
-            return self.backward(u.new_zeros(len(u), m).index_copy_(1, kept, u))
-
-        return replace(
-            self, shape=(len(kept), n), forward=lambda f: self.forward(f)[:, kept], backward=backward, kept=kept
-        )
+        return self if len(kept) == m else replace(self, kept=kept)
 
 
 def _of_rows(function: Function, rows: Tensor, length: int) -> Tensor:
@@ -174,18 +217,7 @@ def as_measurement(T: Observation, outputs: Tensor) -> Measurement:
     matrix, transposed = _matrices(T)
     if matrix.dtype.is_complex:
         raise ValueError(_COMPLEX)
-
-    @cache
-    def placed(device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return matrix.to(device, dtype), transposed.to(device, dtype)
-
-    # Sparse matrices and operators multiply from the left only.
-    def product(which: int, rows: Tensor) -> Tensor:
-        return (placed(rows.device, rows.dtype)[which] @ rows.T.contiguous()).T
-
-    return Measurement((rows, columns), (rows,), partial(product, 0), partial(product, 1))
+    return Measurement(Product(matrix), Product(transposed), columns, (rows,))
 
 
 def _matrices(T: Any) -> tuple[Any, Any]:
@@ -208,53 +240,46 @@ def _matrices(T: Any) -> tuple[Any, Any]:
 
 def _of_functions(T: Any, outputs: Tensor) -> Measurement:
     """Functions of flat vectors, or of stacks of outputs in their own shape."""
-    is_pair, own = isinstance(T, tuple), outputs
+    is_pair, own = isinstance(T, tuple), outputs[:0]
     functions, names = (T, ("forward", "adjoint")) if is_pair else ((T.A, T.A_adjoint), ("A", "A_adjoint"))
     if not is_pair and hasattr(T, "buffers"):
         tensors = (tensor for tensor in chain(T.buffers(), T.parameters()) if tensor.is_floating_point())
-        own = next(tensors, outputs)
+        own = next(tensors, own).detach()
 
-    def first(number: int, length: int, shape: tuple[int, ...]) -> tuple[Function, Tensor]:
-        """One of the functions, of stacks, and what it gives for a few random rows of a shape."""
-        function, rows = functions[number], _random(2 if length == 3 else 3, length).to(own).reshape(-1, *shape)
+    def first(number: int, shape: tuple[int, ...]) -> tuple[Stacked, Tensor]:
+        """One of the functions, and what it gives for a few random vectors of a shape."""
+        length = math.prod(shape)
+        rows = _random(2 if length == 3 else 3, length).to(own)  # a stack is not a square matrix
+        found = Stacked(functions[number], shape, own, singly=is_pair)
         try:
-            if not is_pair:
-                values = function(rows)
-                if isinstance(values, Tensor) and values.shape[:1] != rows.shape[:1]:
-                    raise ValueError(f"its result has shape {list(values.shape)}, so no axis of the stack")
-                return function, values
-            each = torch.stack([function(row) for row in rows])
+            values = found.unflattened(rows)
+            if isinstance(values, Tensor) and values.shape[:1] != rows.shape[:1]:
+                raise ValueError(f"its result has shape {list(values.shape)}, so no axis of the stack")
         except Exception as error:
             raise ValueError(
                 f"`observe=T`: `{names[number]}` of {type(T).__name__} raised {type(error).__name__} for a "
-                f"{'vector' if is_pair else 'stack'} {list((rows[0] if is_pair else rows).shape)} in {rows.dtype}: "
+                f"{'vector' if is_pair else 'stack'} {[*rows.shape[:1], *shape][is_pair:]} in {rows.dtype}: "
                 f"{error}. Bring T and the model to the same shape and dtype, as by `model.float()` or "
                 "`physics.to(torch.float64)`."
             ) from error
         with suppress(Exception):
-            together = function(rows)
-            tolerance = _ROUNDINGS * torch.finfo(rows.dtype).eps * each.norm()
-            if together.shape == each.shape and bool((together - each).norm() <= tolerance):
-                return function, each
-        return lambda rows: torch.stack([function(row) for row in rows]), each
-
-    def of_stacks(function: Function, shape: tuple[int, ...]) -> Function:
-        return lambda rows: function(rows.to(own).reshape(-1, *shape)).detach().flatten(1)
+            together = replace(found, singly=False)
+            difference, tolerance = together.unflattened(rows) - values, _ROUNDINGS * torch.finfo(own.dtype).eps
+            if difference.shape == values.shape and bool(difference.norm() <= tolerance * values.norm()):
+                return together, values
+        return found, values
 
     num_outputs = outputs.shape[1:].numel()
-    shape = (num_outputs,) if is_pair else tuple(outputs.shape[1:])
-    forward, measured = first(0, num_outputs, shape)
+    forward, measured = first(0, (num_outputs,) if is_pair else tuple(outputs.shape[1:]))
     if not isinstance(measured, Tensor):
         raise TypeError(f"`observe=T`: `{names[0]}` gives a {type(measured).__name__}: give physics of one tensor.")
     if measured.is_complex():
         raise ValueError(_COMPLEX)
     entries = tuple(measured.shape[1:])
-    num = measured.shape[1:].numel()
-    backward, back = first(1, num, entries)
+    backward, back = first(1, entries)
     if back.shape[1:].numel() != num_outputs:
         raise ValueError(
             f"`observe=T`: the adjoint of measurements {list(entries)} has {back.shape[1:].numel()} entries, but the "
             f"outputs have {num_outputs}."
         )
-    rounding = torch.finfo(own.dtype).eps
-    return Measurement((num, num_outputs), entries, of_stacks(forward, shape), of_stacks(backward, entries), rounding)
+    return Measurement(forward, backward, num_outputs, entries, torch.finfo(own.dtype).eps)

@@ -17,7 +17,15 @@ def rows(shown: str) -> list[list[str]]:
 def test_comparison_and_its_page(tmp_path: Path) -> None:
     command = importlib.import_module("benchmarks.comparison.__main__")
     out, page, records = tmp_path / "quick.jsonl", tmp_path / "results.md", tmp_path / "means.csv"
-    command.main(["--quick", "--only", "MAP|temperature scaling|ours, last layer|ensemble of 5$", "--out", str(out)])
+    command.main(
+        [
+            "--quick",
+            "--only",
+            "MAP|temperature scaling|ours, last layer|GAPA|projected|ensemble of 5$",
+            "--out",
+            str(out),
+        ]
+    )
     assert '"error":' not in out.read_text()
     lines = len(out.read_text().splitlines())
     command.main(["--quick", "--only", "MAP", "--out", str(out)])  # nothing is left
@@ -25,6 +33,10 @@ def test_comparison_and_its_page(tmp_path: Path) -> None:
     command.main(["report", str(out), "--records", str(records), "--page", str(page)])
     assert len(records.read_text().splitlines()) == lines + 1
     assert "| ours, last layer, validation | validation | 1 |" in page.read_text()
+    assert "Classifications, test data, with validation data: *ours, last layer, validation* has" in page.read_text()
+    before = records.read_text()
+    command.main(["report", str(out), "--records", str(records), "--page", str(page)])  # the same rows again
+    assert records.read_text() == before
     assert (tmp_path / "images" / "results.png").exists()
 
 

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from laplace_sampling import ConvergenceWarning, Dual, Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.gp.linear_operators import to_linear_operator
 from laplace_sampling.linear_model.draws import Draws, Stream
+from laplace_sampling.methods.plan import Auto
 from laplace_sampling.methods.problem import Budget
 
 
@@ -138,6 +139,14 @@ def test_a_default_fit_of_measurements(method: str) -> None:
     assert ("rows of TΦ are held" if method == "auto" else "conjugate gradients in observation space") in told, told
 
 
+def test_conjugate_gradients_take_over_where_memory_does_not_hold_the_gram_matrix() -> None:
+    model, z, T, y = one_image(16, 12)
+    for max_memory, method in ((4e6, "exact"), (1e6, "dual")):
+        la = LinearisedLaplace(model, Gaussian(50.0, observe=T), method=Auto(max_memory=max_memory), num_samples=4)
+        la.fit([(z, y)], progress=False)
+        assert f"'{method}'" in str(la), str(la)
+
+
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 def test_a_budget_is_of_epochs_of_measurements_and_no_method_is_one_that_refuses_them(monkeypatch) -> None:
     monkeypatch.setattr(Budget, "FREE", 0.0)
@@ -170,5 +179,6 @@ def test_the_standard_deviation_of_many_pixels_is_that_of_the_samples_and_covari
     assert_close(pred.covariance()[0], exact, **CLOSE)
     few = LinearisedLaplace(model, Gaussian(50.0, observe=T), num_samples=64).fit([(z, y)], progress=False)
     assert_close(few.predict(z).variance.flatten(), exact.diagonal(), **CLOSE)
-    copied = pickle.loads(pickle.dumps(pred))
+    copied, again = pickle.loads(pickle.dumps((pred, la)))
     assert torch.equal(copied.stddev, pred.stddev)
+    assert_close(again.predict(z).joint_covariance(), exact, **CLOSE)
