@@ -31,7 +31,8 @@ from laplace_sampling import (
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model import held_out
-from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.methods.problem import Budget
+from laplace_sampling.predictions.calibration import Calibration, calibrate
 
 
 def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -88,6 +89,23 @@ def test_validation_data_choose_scale_and_temperature(tmp_path: Path) -> None:
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
     assert (loaded.scale_, loaded.temperature_) == (la.scale_, la.temperature_)
     assert_close(loaded.predict(test[0]).probs, la.predict(test[0]).probs, rtol=0, atol=0)
+
+
+def test_a_small_budget_takes_the_temperature_from_all_validation_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Error bars are computed at some of them, but their labels are all counted."""
+    model, train, valid = overfitted()
+    found = []
+    for free in (1e5, 1e12):
+        monkeypatch.setattr(Budget, "FREE", free)
+        la = LinearisedLaplace(model, "classification", prior="isotropic", method="kfac")
+        la.fit_hyperparameters([train], [valid], budget=1.0, progress=False)
+        found.append(la)
+    drawn = [la._require("test").fit.task.selection.model.num_data for la in found]
+    assert drawn[0] < 100 < drawn[1] == 600
+    few, every = (math.log(la.temperature_) for la in found)
+    by_few = calibrate(Categorical(), valid[1][:50], found[1].network(valid[0][:50]), torch.zeros(1, 50, 3))
+    assert abs(math.log(by_few.temperature) - every) > 0.2
+    assert abs(few - every) < 0.1
 
 
 @pytest.mark.parametrize("method", ["exact", "krylov"])
