@@ -136,6 +136,22 @@ def test_ten_passes_are_never_worse_than_five(solver: str, settings: tuple[float
 
 
 @pytest.mark.usefixtures("small")
+def test_early_conjugate_gradients_are_never_worse_than_no_data() -> None:
+    """Without the state of the least residual they are, at such a noise and with a small preconditioner."""
+    gp, _, _ = generated(50.0, 1e-4, 0.04, n=600)
+    (x,) = gp.train_inputs
+    exact, y = condition(gp, 2, solver="exact").mean(x), gp.train_targets - 0.3
+    distances = [float((exact - 0.3).norm())]
+    for passes in (2, 4, 8, 16):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            found = condition(gp, 2, solver="cg", max_passes=passes, tolerance=1e-6).mean(x)
+        distances.append(float((found - exact).norm()))
+    assert max(distances) <= 1.01 * float(y.norm())
+    assert distances == sorted(distances, reverse=True)
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("trial", range(10))
 def test_no_divergence_whatever_the_settings(trial: int) -> None:
     """Signal, noise, length and dimension at random, with outliers among the inputs: never worse than no data."""
