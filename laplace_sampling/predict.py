@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from laplace_sampling.predictions.function_covariance import (
     OnRequest,
     factored_covariance,
 )
+from laplace_sampling.predictions.novelty import Novelty
 from laplace_sampling.predictions.prediction import Prediction, make_prediction
 
 # Outputs are computed of so many times the data of a product, which holds more for each: one sample for each of these.
@@ -123,6 +125,7 @@ def predict(
     noise_variances: Tensor | None = None,
     observed: bool = False,
     fitted_layout: Layout | None = None,
+    novelty: Novelty | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Prediction:
     """Predictions of the outputs, or of measurements of them.
@@ -140,11 +143,13 @@ def predict(
         noise_variances: `R` at the inputs.
         observed: whether measurements of the outputs are to be predicted.
         fitted_layout: of the outputs of a datum of the training data, where these are at hand.
+        novelty: ranks inputs among the training data.
         check: raises if the network is another one when covariances are asked for.
     """
     x = place(x, network.device, network.dtype)
     whole = network
-    outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
+    with nullcontext([]) if novelty is None else novelty.watching(network, x) as seen:
+        outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
     _check_axes(outputs, layout, fitted_layout)
     features: Features = features_at(network, x, posterior.rows, layout)
     own, likelihood, calibration = outputs, posterior.likelihood, posterior.calibration
@@ -177,6 +182,7 @@ def predict(
         calibration.likelihood(likelihood).bind(layout),
         function=function,
         conformal=posterior.conformal,
+        ranks=None if novelty is None else novelty(seen, len(outputs)),
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,
     )

@@ -37,6 +37,11 @@ def module_of(
 ) -> PosteriorModule:
     """What `to_module` returns; its arguments are the last ones."""
     names = check_quantities("to_module", outputs, settings.likelihood)
+    if "novelty" in names:
+        raise ValueError(
+            "`to_module(outputs=...)`: a module has no `novelty`, which looks into the layers of the network: call "
+            "`la.novelty_of(x)`, or `predict`."
+        )
     num_samples = samples_for(num_samples, None, len(posterior.samples), call="to_module")
     if example is None and posterior.function is None:
         raise ValueError(

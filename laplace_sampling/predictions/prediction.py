@@ -44,6 +44,7 @@ class Prediction(ABC):
         likelihood: the likelihood of the targets.
         function: the covariance of the function, if it is known without samples.
         conformal: scores of the data of `calibrate_conformal`.
+        ranks: among the training data, after `calibrate_novelty`.
     """
 
     outputs: Tensor
@@ -51,6 +52,24 @@ class Prediction(ABC):
     likelihood: Likelihood
     function: FunctionCovariance | None = field(default=None, kw_only=True)
     conformal: SplitConformal | None = field(default=None, kw_only=True)
+    ranks: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def novelty(self) -> Float[Tensor, " N"]:
+        """How unlike the training data a datum is, in [0, 1]; a larger number is stranger.
+
+        `1 − novelty` is a p-value of "this datum is like the training data": of new data that are, a share `q` has a
+        novelty above `1 − q`, up to what the network has learnt by heart (`LinearisedLaplace.calibrate_novelty`).
+
+        Raises:
+            ValueError: before `calibrate_novelty`.
+        """
+        if self.ranks is None:
+            raise ValueError(
+                "`novelty` ranks inputs among the training data: call `la.calibrate_novelty(train_loader)`, and "
+                "`predict(x)` again. That of several heads is an attribute of the prediction of all of them."
+            )
+        return self.ranks
 
     @property
     def deviations(self) -> Float[Tensor, "K N *C"]:
@@ -627,6 +646,7 @@ def make_prediction(
     *,
     function: FunctionCovariance | None = None,
     conformal: SplitConformal | None = None,
+    ranks: Tensor | None = None,
     **noise: Any,
 ) -> Prediction:
     """The prediction of the kind that a likelihood has.
@@ -637,6 +657,7 @@ def make_prediction(
         likelihood: the likelihood of targets.
         function: the covariance of the function, if it is known without samples.
         conformal: scores of data.
+        ranks: of inputs among the training data.
         noise: `noise_scale` and `has_noise` of a `RegressionPrediction`.
     """
     kind = kind_of(likelihood)
@@ -645,7 +666,7 @@ def make_prediction(
         options = noise
     if isinstance(likelihood, MultiTask):
         options = {"heads": _heads(outputs, sampled, likelihood, function)}
-    return kind(outputs, sampled, likelihood, function=function, conformal=conformal, **options)
+    return kind(outputs, sampled, likelihood, function=function, conformal=conformal, ranks=ranks, **options)
 
 
 def _heads(
