@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import laplace_torch
 from benchmarks.comparison.methods import METHODS, missing
@@ -30,10 +31,14 @@ from benchmarks.data.tasks import Data, Part
 from benchmarks.gpu.contenders import check, contenders
 from laplace_sampling import LinearisedLaplace
 
-NETWORKS = ("LeNet of 1998", "CNN with batch norm")
-# Training, validation and test images; vectors and images of a product.
-DATA, HELD_OUT, VECTORS, PRODUCT = 10_000, 2000, (1, 8, 64), 64
+# The last two for products only.
+NETWORKS = ("LeNet of 1998", "CNN with batch norm", "ResNet", "ViT")
+OF_PRODUCTS = NETWORKS[2:]
+# Training, validation and test images; vectors and images of a product, and vectors that plain `vmap` takes together.
+DATA, HELD_OUT, VECTORS, PRODUCT, CHUNK = 10_000, 2000, (1, 8, 64), 64, 16
 BATCH, EPOCHS = 100, 10
+# Images of a long prediction, and of the training epoch beside it.
+MANY, PART = 1000, 5000
 SETTINGS: dict[str, dict[str, Any]] = {
     "last layer": {"parameters": "last_layer"},
     "Kronecker factors": {"method": "kfac"},
@@ -78,9 +83,10 @@ class Subject:
     @classmethod
     def of(cls, name: str, data: Data, epochs: int, repeats: int) -> "Subject":
         network = build(name, data.train.x.shape[1:], 10)
-        steps = max(1, epochs * len(data.train.y) // BATCH)
-        recipe = Recipe(steps=steps, step_size=1e-3, batch_size=BATCH)
-        network.load_state_dict(train(network, "classification", data, recipe, 0)["end"])
+        if epochs:
+            steps = max(1, epochs * len(data.train.y) // BATCH)
+            recipe = Recipe(steps=steps, step_size=1e-3, batch_size=BATCH)
+            network.load_state_dict(train(network, "classification", data, recipe, 0)["end"])
         return cls(name, network.eval(), data, repeats)
 
     @cached_property
@@ -127,13 +133,16 @@ class Subject:
 def products(subject: Subject) -> Iterator[Row]:
     """GGN products of several vectors on one batch, by gradients of it."""
     x = subject.data.train.x[:PRODUCT]
+    torch.backends.mha.set_fastpath_enabled(False)
     for vectors in VECTORS:
-        calls = contenders(subject.network, x, vectors, vectors)
-        expected = calls["ours"]()
-        for way in ("vmap", "curvlinops"):
-            if way in calls:
-                check(calls[way](), expected, way)
-        least = turns(calls, subject.repeats)
+        # Else neither `vmap` nor curvlinops has products of attention.
+        with sdpa_kernel(SDPBackend.MATH):
+            calls = contenders(subject.network, x, vectors, min(CHUNK, vectors))
+            expected = calls["ours"]()
+            for way in ("vmap", "curvlinops"):
+                if way in calls:
+                    check(calls[way](), expected, way)
+            least = turns(calls, subject.repeats)
         unit = least.pop("gradient")
         beside = ", ".join(f"{way} {seconds / unit:.2f}" for way, seconds in least.items() if way != "ours")
         yield {
@@ -185,6 +194,13 @@ def prediction(subject: Subject) -> Iterator[Row]:
                 "peer": "" if len(least) < 3 else f"laplace-torch {least['laplace-torch'] / unit:.1f}",
                 "in units of": "the network's output", "remarks": f"the network takes {1000 * unit:.2f} ms",
             }  # fmt: skip
+        x = subject.data.test.x[:MANY]
+        least = turns({"ours": lambda x=x, la=la: la.predict(x).probs}, subject.repeats)  # pyright: ignore
+        epoch = subject.epoch * PART / len(subject.data.train.y)
+        yield {
+            "what": f"prediction of {len(x)} images, {name}", "ours": f"{least['ours'] / epoch:.2f}", "peer": "",
+            "in units of": f"an epoch of {PART} images", "remarks": "",
+        }  # fmt: skip
 
 
 def file(subject: Subject) -> Iterator[Row]:
@@ -237,10 +253,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = data_of(options.data, *((300, 100) if options.quick else (DATA, HELD_OUT)))
     sys.stdout.write(f"{line(COLUMNS)}\n{line(['---'] * len(COLUMNS))}\n")
     for name in options.networks:
-        subject = Subject.of(name, data, 1 if options.quick else EPOCHS, 1 if options.quick else 3)
+        parts = [part for part in options.parts if part == "products" or name not in OF_PRODUCTS]
+        epochs = 0 if parts == ["products"] else 1 if options.quick else EPOCHS
+        subject = Subject.of(name, data, epochs, 1 if options.quick else 3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for part in options.parts:
+            for part in parts:
                 for row in PARTS[part](subject):
                     print(line([str((row | {"network": name})[key]) for key in COLUMNS]), flush=True)
 

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -26,7 +27,7 @@ from laplace_sampling.methods.method import Fit
 from laplace_sampling.methods.verification import NEARLY_ALL
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.predict import covariance_of, predict
+from laplace_sampling.predict import covariance_of, draws_are_cheap, predict
 from laplace_sampling.predictions.calibration import (
     NOISE_WORTH,
     Calibration,
@@ -38,6 +39,7 @@ from laplace_sampling.predictions.calibration import (
     parts_of,
 )
 from laplace_sampling.predictions.conformal import SplitConformal
+from laplace_sampling.predictions.function_covariance import draws_of, white_noise
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, left_out_regression, regression_log_probs
 from laplace_sampling.solvers.recorded import recorded
 
@@ -316,34 +318,51 @@ def calibration_of(fit: Fit, tangent: TangentModel, held_out: bool) -> tuple[Cal
     return Calibration() if held_out else trained.calibration(), trained.problems(held_out)
 
 
-def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:
+def calibrated(
+    held_out: HeldOut,
+    network: Linearisation,
+    posterior: Posterior,
+    fit: Fit | None,
+    num_samples: int,
+    seed: int,
+    samples: Callable[[], Float[Tensor, "K P"]],
+) -> Posterior:
     """The posterior with the scale, and the temperature or noise, under which some of these data are likeliest.
 
-    `fit` is None for a posterior that was loaded without its data.
+    Its arguments are those of `predict`.
 
     Raises:
         ValueError: if what is predicted is not finite.
     """
-    if fit is not None and not len(posterior.samples):
-        posterior = posterior.drawn(fit.with_samples())
     posterior = replace(posterior, calibration=Calibration(), conformal=None)
-    num, total = enough(len(posterior.samples) * held_out.layout.size), held_out.data.num_data
+    num, total = enough(num_samples * held_out.layout.size), held_out.data.num_data
     some = torch.arange(0, total, 1 if held_out.data.in_order else math.ceil(total / num))[:num]
     model = held_out.model(network, held_out.with_targets(some))
     likelihood, y, f = model.likelihood, model.targets, model.network_outputs
-    deviations = deviations_of(model.features, posterior.samples, torch.arange(len(f)))
+    function, regression = covariance_of(posterior, fit, model.features), isinstance(posterior.likelihood, Gaussian)
+    if function is not None and (regression or draws_are_cheap(network, f.shape[1], num_samples)):
+        blocks = function.blocks()
+        deviations = draws_of(blocks, white_noise(num_samples, f.shape[1], seed)).to(f)
+    else:
+        deviations = deviations_of(model.features, samples(), torch.arange(len(f)))
+        blocks = torch.einsum("knc,knd->ncd", deviations, deviations) / len(deviations)
     check_finite(deviations)
     if not isinstance(posterior.likelihood, Gaussian):
         return replace(posterior, calibration=calibrate(likelihood, y, f, deviations))
-    function = covariance_of(posterior, fit, model.features)
-    flat = torch.einsum("knc,knd->ncd", deviations, deviations) / len(deviations)
-    covariance = flat if function is None else function.blocks()
     noise = (1 / posterior.likelihood.precision(f.double())).expand(f.shape)
-    return replace(posterior, calibration=calibrate_regression(y.reshape(f.shape), f, covariance, noise))
+    return replace(posterior, calibration=calibrate_regression(y.reshape(f.shape), f, blocks, noise))
 
 
-def split_conformal(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> SplitConformal:
-    """Scores of these data.
+def split_conformal(
+    held_out: HeldOut,
+    network: Linearisation,
+    posterior: Posterior,
+    fit: Fit | None,
+    num_samples: int,
+    seed: int,
+    samples: Callable[[], Float[Tensor, "K P"]],
+) -> SplitConformal:
+    """Scores of these data; its arguments are those of `predict`.
 
     Raises:
         ValueError: where outputs have several shapes; if what is predicted is not finite.
@@ -352,12 +371,12 @@ def split_conformal(held_out: HeldOut, network: Linearisation, posterior: Poster
         raise ValueError(
             "`calibrate_conformal(val_loader)` needs outputs of one shape, but those of these data are of several."
         )
-    scores = []
+    scores, options = [], {"num_samples": num_samples, "seed": seed, "samples": samples}
     for batch in torch.arange(held_out.data.num_data).split(posterior.rows):
-        prediction = predict(network, posterior, fit, held_out.data.inputs(batch))
-        check_finite(prediction.outputs, prediction.deviations)
+        prediction = predict(network, posterior, fit, held_out.data.inputs(batch), **options)
+        check_finite(prediction.outputs, prediction.variance)
         scores.append(prediction.scores_of(held_out.targets[batch]).cpu())
-    return SplitConformal.of(torch.cat(scores), len(posterior.samples))
+    return SplitConformal.of(torch.cat(scores), num_samples)
 
 
 def calibrated_by(
@@ -367,6 +386,9 @@ def calibrated_by(
     calibration, problems = calibration_of(fit, tangent, held_out is not None)
     posterior = Posterior.of(fit, tangent, network, calibration, unequal_noise)
     if held_out is not None and fit.found.calibration is None:
-        posterior = calibrated(held_out, network, posterior, fit)
+        num_samples, seed = fit.task.num_samples, fit.task.seed
+        known = posterior.samples if len(posterior.samples) else None
+        samples = lambda: posterior.drawn(fit.with_samples()).samples if known is None else known  # noqa: E731
+        posterior = calibrated(held_out, network, posterior, fit, num_samples, seed, samples)
     others = held_out_problems(held_out, tangent, posterior.likelihood, posterior.calibration)
     return posterior, [*problems, *others, *posterior.calibration.problems]

@@ -24,6 +24,7 @@ from laplace_sampling.methods import method_from_recipe, recipe_of_method
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
+from laplace_sampling.predictions.novelty import Novelty
 from laplace_sampling.settings import Settings
 
 # A path, or an open file in binary mode.
@@ -34,7 +35,9 @@ _FORMAT = 6
 _PLAIN = ("num_samples", "seed", "linear_model")
 
 
-def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -> dict[str, Any]:
+def state_of(
+    posterior: Posterior, settings: Settings, network: Linearisation, novelty: Novelty | None = None
+) -> dict[str, Any]:
     """The state of a posterior, whose tensors are copies."""
     state = {
         "format": _FORMAT,
@@ -51,6 +54,7 @@ def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -
             "observed": settings.observation is not None,
         },
         "posterior": posterior.state(),
+        "novelty": None if novelty is None else novelty.state(),
     }
     return tree_map_only(Tensor, lambda tensor: as_plain(tensor.detach()).clone(), state)
 
@@ -89,6 +93,13 @@ def posterior_of(
         posterior.check_weights(network, call)
         posterior.check_function(network, call)
     return posterior, settings
+
+
+def novelty_of_state(state: dict[str, Any], network: Linearisation) -> Novelty | None:
+    """What tells novelty, if the state has it."""
+    with _complete():
+        found = state["novelty"]
+        return None if found is None else Novelty.of_state(found, network.device)
 
 
 def arguments_of(state: dict[str, Any], **given: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from laplace_sampling.calibrated import calibrated, calibrated_by, held_out_prob
 from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.export.posterior_module import PosteriorModule
-from laplace_sampling.files import File, arguments_of, posterior_of, read, state_of, write
+from laplace_sampling.files import File, arguments_of, novelty_of_state, posterior_of, read, state_of, write
 from laplace_sampling.functions import Functions, Program, propagate
 from laplace_sampling.hyperparameters.as_criterion import as_criterion
 from laplace_sampling.hyperparameters.criterion import Criterion
@@ -33,12 +33,14 @@ from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset, of_some_weights
 from laplace_sampling.networks.solving import solver_call
+from laplace_sampling.novelty_by_data import novelty_at, novelty_by
 from laplace_sampling.posterior import Fitted, NotFittedError, Posterior, evidence_of, leave_one_out_of, warmed, warn_of
 from laplace_sampling.predict import check_options, checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.model_score import Score
+from laplace_sampling.predictions.novelty import Novelty
 from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction, check_quantities
 from laplace_sampling.preparation import prepare, prepare_with_held_out, restore_fit
 from laplace_sampling.production import module_of, predictions_of
@@ -136,6 +138,7 @@ class LinearisedLaplace:
         self.network = self.settings.linearise(model)
 
         self._fitted: Fitted | None = None
+        self._novelty: Novelty | None = None
         # Steps of a run of `fit_hyperparameters` that has not come to its end.
         self._unfinished: Sequence[Step] = ()
 
@@ -150,7 +153,7 @@ class LinearisedLaplace:
         data: Data = _NO_DATA,
         accuracy: float | None = None,
         criterion: str | Criterion = "auto",
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
         tolerance: float = 0.015,
         warm_start: bool = False,
         progress: bool = True,
@@ -168,7 +171,7 @@ class LinearisedLaplace:
             val_loader: data of the same form that the network was not trained on, for `criterion="validation"`.
             data: weights or noise variances of the data, or how to unpack the batches of the loader (`Data`).
             accuracy: for classifications without a `val_loader`: the part of new labels that the network predicts
-                rightly, such as 0.93, from any test of it; some hundredths more or less matter little. It gives the
+                rightly, such as 0.93, from any test of it; 0.03 more or less matter little. It gives the
                 temperature of predictions (`Accuracy`). Without this and `val_loader` predictions of a classification
                 are as sure as the network, apart from error bars, since training labels do not say how sure it should
                 be.
@@ -234,7 +237,7 @@ class LinearisedLaplace:
         loader: Iterable[Any],
         *,
         data: Data = _NO_DATA,
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
         tolerance: float = 0.015,
         warm_start: bool = False,
         progress: bool = True,
@@ -269,7 +272,7 @@ class LinearisedLaplace:
         data: Data = _NO_DATA,
         accuracy: float | None = None,
         criterion: str | Criterion = "auto",
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
     ) -> Plan:
         """What `fit_hyperparameters` will do with these data: method, training epochs, memory, and why; `print` it.
 
@@ -346,6 +349,8 @@ class LinearisedLaplace:
     def _keep(self, network: Linearisation, posterior: Posterior, fit: Fit, tangent: TangentModel) -> None:
         """Replace what was fitted before, at the very end."""
         fit.task.budget.end()
+        if self._novelty is not None and not torch.equal(self._novelty.fingerprint, posterior.fingerprint):
+            self._novelty = None
         self.network = network
         self._fitted = Fitted(posterior, fit.without_samples(), tangent)
 
@@ -361,10 +366,13 @@ class LinearisedLaplace:
         noise_variances: Tensor | None = None,
         observed: bool = False,
     ) -> RegressionPrediction | Prediction:
-        r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs for each datum and no VJP.
+        r"""Predictions with error bars, by what is cheapest.
 
-        After an exact fit in observation space, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` without sampling noise.
-        They are computed on request, by `C` VJPs for each datum. Samples are there as well.
+        Where the posterior has a closed form, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` without sampling noise,
+        by `C` VJPs for each datum when something first asks for them. Probabilities, entropies, `epistemic` and
+        `log_prob` are means over draws of the outputs of each datum from these, whatever the other data are, if there
+        are no more outputs than samples. `samples` and `joint_log_prob` take `φ(x) ζ_k`, `K` JVPs for each datum when
+        they are asked for. Of other posteriors all is by the samples.
 
         Args:
             x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments. With no
@@ -380,19 +388,23 @@ class LinearisedLaplace:
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if weights that the fit shares with the model have changed since.
         """
-        posterior = (fitted := self._drawn("predict")).posterior
-        num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
+        fitted = self._require("predict")
+        available, seed, samples = fitted.draws(self.settings)
+        num_samples, x = samples_for(num_samples, accuracy, available), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
         return predict(
             self.network,
-            posterior,
+            fitted.posterior,
             fitted.fit,
             x,
             num_samples=num_samples,
+            seed=seed,
+            samples=samples,
             noise_variances=noise_variances,
             observed=observed,
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
+            novelty=self._novelty,
             check=lambda: self._check_network("predict"),
         )
 
@@ -451,11 +463,15 @@ class LinearisedLaplace:
             ValueError: if what it returns does not depend on `f`; if there are not as many samples; if weights that the
                 fit shares with the model have changed since.
         """
-        posterior = (fitted := self._drawn("propagate")).posterior
-        num_samples = samples_for(num_samples, None, len(posterior.samples), call="propagate")
+        fitted = self._require("propagate")
+        available, seed, samples = fitted.draws(self.settings)
+        num_samples = samples_for(num_samples, None, available, call="propagate")
         self._check_network("propagate")
         check = lambda: self._check_network("propagate")  # noqa: E731
-        return propagate(self.network, posterior, fitted.fit, program, num_samples, check)
+        return propagate(
+            self.network, fitted.posterior, fitted.fit, program, num_samples=num_samples, seed=seed, samples=samples,
+            check=check,
+        )  # fmt: skip
 
     @solver_call
     def predict_loader(
@@ -486,12 +502,15 @@ class LinearisedLaplace:
                 shape is not the same in all batches.
         """
         data.check("predict_loader", "unpack")
-        fitted = self._drawn("predict_loader")
+        fitted = self._require("predict_loader")
+        num_samples, seed, samples = fitted.draws(self.settings)
         names = check_quantities("predict_loader", outputs, self.settings.likelihood)
 
         def predicted(x: Any) -> Prediction:
             self._check_network("predict_loader")
-            return predict(self.network, fitted.posterior, fitted.fit, x)
+            posterior, fit = fitted.posterior, fitted.fit
+            options: Any = {"num_samples": num_samples, "seed": seed, "samples": samples, "novelty": self._novelty}
+            return predict(self.network, posterior, fit, x, **options)
 
         return predictions_of(loader, predicted, names, fitted.posterior.rows, progress, data.unpack)
 
@@ -557,7 +576,7 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate", val_loader, data)
         with self.settings.processes.shared_call():
-            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit)
+            posterior = calibrated(held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings))
         self._fitted = replace(fitted, posterior=posterior)
         problems = held_out_problems(held_out, fitted.tangent, posterior.likelihood, posterior.calibration)
         warn_of([], [*problems, *posterior.calibration.problems], stacklevel=4)
@@ -584,14 +603,71 @@ class LinearisedLaplace:
         """
         fitted, held_out = self._held_out("calibrate_conformal", val_loader, data)
         with self.settings.processes.shared_call():
-            conformal = split_conformal(held_out, self.network, fitted.posterior, fitted.fit)
+            conformal = split_conformal(
+                held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings)
+            )
         self._fitted = replace(fitted, posterior=replace(fitted.posterior, conformal=conformal))
         return self
+
+    @solver_call
+    def calibrate_novelty(
+        self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, *, data: Data = _NO_DATA
+    ) -> Self:
+        """Prepare `novelty` of predictions, and `novelty_of`: how unlike the training data an input is.
+
+        Features of the network rank an input among the training data (`predictions.novelty`): distances of what goes
+        into each layer with weights, and of the nearest training data in the last layer. Labels are not used, so that
+        it is there for any likelihood and several heads. It takes a forward pass of 5,000 data at most, and needs no
+        fit. What a network averages over positions it averages over padding, too.
+
+        A fit of the network with other weights undoes it. Files keep it, with features of these data. It is not in
+        exported modules.
+
+        Args:
+            train_loader: the data that the network was trained on, without augmentation.
+            val_loader: data of the same form that the network was not trained on; then inputs are ranked among these.
+                A network that knows its training data by heart has features of them that new data do not have, so
+                that too many of these are strange without.
+            data: how to unpack the batches of the loaders, and the number of data of an `IterableDataset`.
+
+        Raises:
+            TypeError, ValueError: as for the loader of a fit; for fewer than ten data; for a network in which no layer
+                has features of each datum.
+        """
+        data.check("calibrate_novelty", "unpack", "num_data")
+        network = self._network_of("calibrate_novelty")
+        with self.settings.processes.shared_call():
+            novelty = novelty_by(train_loader, val_loader, network, self.settings, data)
+        self.network, self._novelty = network, novelty
+        return self
+
+    @solver_call
+    def novelty_of(self, x: Any) -> Float[Tensor, " N"]:
+        """`novelty` of predictions, `[N]`, by one forward pass and without a fitted posterior.
+
+        Args:
+            x: inputs as for `predict`.
+
+        Raises:
+            NotFittedError: before `calibrate_novelty`.
+            TypeError, ValueError: for inputs that `predict` does not take.
+        """
+        if self._novelty is None:
+            raise NotFittedError("`novelty_of` ranks inputs among the training data: call `calibrate_novelty` first.")
+        self.network.shell.check("novelty_of")
+        return novelty_at(self._novelty, self.network, checked_inputs(x))
+
+    def _network_of(self, call: str) -> Linearisation:
+        """The network of the fit, or before a fit as it is now."""
+        if self._fitted is None:
+            return self.network.renewed()
+        self._check_network(call)
+        return self.network
 
     def _held_out(self, call: str, val_loader: Iterable[Any], data: Data) -> tuple[Fitted, HeldOut]:
         """What was fitted, and data that calibrate it."""
         data.check(call, "unpack", "num_data")
-        fitted = self._drawn(call)
+        fitted = self._require(call)
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         settings = self.settings
@@ -831,7 +907,8 @@ class LinearisedLaplace:
           the fit, and `to_module` traces the network with them;
         - after an exact fit in observation space all training data: inputs, targets, weights and noise variances.
           Covariances are computed from them;
-        - after `calibrate_conformal` a score for each target of its data, without inputs and targets.
+        - after `calibrate_conformal` a score for each target of its data, without inputs and targets;
+        - after `calibrate_novelty` features of its data in the last layer, and ranks of those in others.
 
         Everything else is computed from sums over the data.
 
@@ -864,7 +941,7 @@ class LinearisedLaplace:
             ValueError: if the state is damaged or incomplete, or belongs to another likelihood or choice of parameters.
         """
         posterior, self.settings = posterior_of(state, self.settings, self.network, "start_from", of_this_network=False)
-        self._fitted, self._unfinished = Fitted(posterior, of_earlier_weights=True), ()
+        self._fitted, self._unfinished, self._novelty = Fitted(posterior, of_earlier_weights=True), (), None
 
     def save(self, path: File, *, include_data: bool = True) -> None:
         """Write `state_dict()` to a file. It contains some or all training data; `state_dict` says which.
@@ -921,13 +998,15 @@ class LinearisedLaplace:
         posterior = self._require(call).posterior
         if posterior.curvature is None:
             posterior = self._drawn(call).posterior
-        return state_of(posterior if include_data else posterior.without_data(), self.settings, self.network)
+        posterior = posterior if include_data else posterior.without_data()
+        return state_of(posterior, self.settings, self.network, self._novelty)
 
     def _take_over(self, state: dict[str, Any], call: str) -> None:
         network = self.network.renewed()
         posterior, settings = posterior_of(state, self.settings, network, call)
         fit, tangent = restore_fit(settings, network, posterior)
-        self.settings, self.network, self._unfinished = settings, network, ()
+        novelty = novelty_of_state(state, network)
+        self.settings, self.network, self._unfinished, self._novelty = settings, network, (), novelty
         self._fitted = Fitted(posterior, fit, tangent)
 
     # What was fitted --------------------------------------------------------------------------------------------------

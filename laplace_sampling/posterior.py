@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -240,6 +240,15 @@ class Fitted:
     tangent: TangentModel | None = None
     num_draws: int = 0
     of_earlier_weights: bool = False
+
+    def draws(self, settings: Settings) -> tuple[int, int, Callable[[], Float[Tensor, "K P"]]]:
+        """The number of samples of this posterior, the seed, and what draws them if the fit did not need them."""
+
+        def samples() -> Float[Tensor, "K P"]:
+            self.draw(settings)
+            return self.posterior.samples
+
+        return len(self.posterior.samples) or settings.num_samples, settings.seed, samples
 
     def draw(self, settings: Settings) -> None:
         """Draw the samples of the posterior, if the fit did not need them."""

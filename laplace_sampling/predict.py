@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from laplace_sampling.predictions.function_covariance import (
     OnRequest,
     factored_covariance,
 )
+from laplace_sampling.predictions.novelty import Novelty
 from laplace_sampling.predictions.prediction import Prediction, make_prediction
 
 # Outputs are computed of so many times the data of a product, which holds more for each: one sample for each of these.
@@ -67,8 +69,8 @@ def checked_inputs(x: Any) -> Any:
     return x
 
 
-def samples_for(num_samples: int | None, accuracy: float | None, available: int, call: str = "predict") -> int | None:
-    """How many samples a prediction takes, `None` for all of them: `1/2a²` for standard deviations accurate to `a`.
+def samples_for(num_samples: int | None, accuracy: float | None, available: int, call: str = "predict") -> int:
+    """How many samples a prediction takes, by default all of them: `1/2a²` for standard deviations accurate to `a`.
 
     Variances of `K` samples are `χ²_K/K`, so that standard deviations have a relative standard error of `1/√(2K)`.
 
@@ -89,7 +91,7 @@ def samples_for(num_samples: int | None, accuracy: float | None, available: int,
             f"{(2 * available) ** -0.5:.2g}; construct `LinearisedLaplace(..., num_samples={num_samples})` and fit for "
             "more."
         )
-    return num_samples
+    return available if num_samples is None else num_samples
 
 
 def check_options(likelihood: Likelihood, observed: bool, noise_variances: Tensor | None) -> None:
@@ -117,54 +119,81 @@ def predict(
     fit: Fit | None,
     x: Any,
     *,
-    num_samples: int | None = None,
+    num_samples: int,
+    seed: int,
+    samples: Callable[[], Float[Tensor, "K P"]] | None = None,
     noise_variances: Tensor | None = None,
     observed: bool = False,
     fitted_layout: Layout | None = None,
+    novelty: Novelty | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Prediction:
     """Predictions of the outputs, or of measurements of them.
+
+    Draws of the outputs of a datum are made from their covariance if it has a closed form and `draws_are_cheap`.
 
     Args:
         network: the linearised network.
         posterior: what was fitted.
         fit: with the training data, where these are at hand.
         x: inputs.
-        num_samples: use only the first so many of the samples.
+        num_samples: how many of the samples are used, the first ones, and how many draws there are.
+        seed: of draws.
+        samples: draws the samples of the posterior, if they are not there.
         noise_variances: `R` at the inputs.
         observed: whether measurements of the outputs are to be predicted.
         fitted_layout: of the outputs of a datum of the training data, where these are at hand.
+        novelty: ranks inputs among the training data.
         check: raises if the network is another one when covariances are asked for.
     """
     x = place(x, network.device, network.dtype)
-    outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
+    whole = network
+    with nullcontext([]) if novelty is None else novelty.watching(network, x) as seen:
+        outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
     _check_axes(outputs, layout, fitted_layout)
-    deviations = _deviations(network, x, posterior.samples[:num_samples], outputs, posterior.rows)
     features: Features = features_at(network, x, posterior.rows, layout)
-    observation = getattr(posterior.likelihood, "observe", None)
+    own, likelihood, calibration = outputs, posterior.likelihood, posterior.calibration
+    observation, measurement = getattr(likelihood, "observe", None), None
     if observed and observation is not None:
         measurement = as_measurement(observation, outputs)
         features, layout = ObservedFeatures(features, measurement), Layout.single(measurement.entries)
-        deviations = measurement.apply(deviations)
         outputs = measurement.apply(flattened(outputs)).reshape(len(outputs), *measurement.entries)
-    deviations = deviations.reshape(len(deviations), *outputs.shape)
+
+    def sampled() -> Float[Tensor, "K N C"]:
+        vectors = (posterior.samples if samples is None else samples())[:num_samples]
+        deviations = _deviations(network, x, vectors, own, posterior.rows)
+        return deviations if measurement is None else measurement.apply(deviations)
+
     # Of no data that of the samples has the right shape.
-    function = covariance_of(posterior, fit, features) if len(outputs) else None
+    function, deviations = covariance_of(posterior, fit, features) if len(outputs) else None, None
     # Of an image that is measured, samples are there after one product each, and each pixel would take a pullback.
-    for_variances = observation is None or features.num_outputs <= len(deviations)
-    calibration = posterior.calibration
+    for_variances = observation is None or features.num_outputs <= num_samples
     factor = calibration.scale / calibration.temperature**2
     if calibration.factors != Calibration().factors:
-        outputs, deviations = outputs / calibration.temperature, math.sqrt(factor) * deviations
+        outputs = outputs / calibration.temperature
+    if function is None or not draws_are_cheap(whole, features.num_outputs, num_samples):
+        deviations = math.sqrt(factor) * sampled().reshape(num_samples, *outputs.shape)
+    if function is not None:
+        later = sampled if deviations is None else None
+        function = OnRequest(function, check, factor, for_variances, later, num_samples, seed)
     return make_prediction(
         outputs,
         deviations,
-        calibration.likelihood(posterior.likelihood).bind(layout),
-        function=None if function is None else OnRequest(function, check, factor, for_variances),
+        calibration.likelihood(likelihood).bind(layout),
+        function=function,
         conformal=posterior.conformal,
+        ranks=None if novelty is None else novelty(seen, len(outputs)),
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,
     )
+
+
+def draws_are_cheap(network: Linearisation, num_outputs: int, num_samples: int) -> bool:
+    """Whether covariances of outputs take less than samples: a pullback for each output, or a tangent for each sample.
+
+    Tangents of a last layer take no run of the network, and are as cheap as its covariances.
+    """
+    return num_outputs <= num_samples and not isinstance(network, LastLayer)
 
 
 def _evaluated(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout, Linearisation, Any]:

@@ -37,6 +37,11 @@ def module_of(
 ) -> PosteriorModule:
     """What `to_module` returns; its arguments are the last ones."""
     names = check_quantities("to_module", outputs, settings.likelihood)
+    if "novelty" in names:
+        raise ValueError(
+            "`to_module(outputs=...)`: a module has no `novelty`, which looks into the layers of the network: call "
+            "`la.novelty_of(x)`, or `predict`."
+        )
     num_samples = samples_for(num_samples, None, len(posterior.samples), call="to_module")
     if example is None and posterior.function is None:
         raise ValueError(
@@ -48,7 +53,7 @@ def module_of(
     x = place(x, network.device, network.dtype)
     # The last layer of a posterior that was loaded is found by its first prediction.
     uncalibrated = replace(posterior, calibration=Calibration())
-    plain = predict(network, uncalibrated, fit, x, num_samples=num_samples)
+    plain = predict(network, uncalibrated, fit, x, num_samples=num_samples, seed=settings.seed)
     module = PosteriorModule.of(
         network,
         posterior.samples[:num_samples],
@@ -62,7 +67,8 @@ def module_of(
     )
     _check_program(module, x, plain)
     if plain.function is not None and not module.exact:
-        _tell_of_noise(module, x, predict(network, posterior, fit, x, num_samples=num_samples))
+        expected = predict(network, posterior, fit, x, num_samples=num_samples, seed=settings.seed)
+        _tell_of_noise(module, x, expected, num_samples)
     return module
 
 
@@ -135,10 +141,9 @@ def _check_program(module: PosteriorModule, x: Any, plain: Prediction) -> None:
 
 
 @torch.no_grad()
-def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction) -> None:
+def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction, num: int) -> None:
     """A notice if outputs are those of samples, where `predict` has covariances without."""
-    found, num = module(x), len(expected.deviations)
-    pairs = [(name, value, getattr(expected, name)) for name, value in found.items()]
+    pairs = [(name, value, getattr(expected, name)) for name, value in module(x).items()]
     if noisy := [f"`{name}`" for name, a, b in pairs if not difference(a, b) <= rounding(b.dtype)]:  # also if NaN
         warnings.warn(
             f"`to_module`: {', '.join(noisy)} of the module are those of {num} samples, by which standard deviations "

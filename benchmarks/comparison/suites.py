@@ -67,9 +67,8 @@ SECOND = {**BOTH, "GP, inducing points": 1}
 BUDGET = {
     **dict.fromkeys(
         (
-            "MAP", "ours", "ours, validation", "ours, 5 epochs", "ours, 5 epochs, validation", "ours, 10 epochs",
-            "ours, 10 epochs, validation", "ours, last layer", "ours, last layer, validation", "ours, KFAC",
-            "ours, KFAC, validation",
+            "MAP", "ours", "ours, validation", "ours, 20 epochs", "ours, 20 epochs, validation", "ours, last layer",
+            "ours, last layer, validation", "ours, KFAC", "ours, KFAC, validation",
         ),
         0,
     )

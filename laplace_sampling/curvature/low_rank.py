@@ -47,6 +47,10 @@ from laplace_sampling.solvers.operator import Operator, row_products
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature
 
+# The error at test data that are the worst of 100, in units of that at the training data; and of products with rows in
+# float32, in units of its rounding: of one row it is 8 (`methods/closed_form.py`), sums of many numbers have some more.
+_LARGEST, _ROUNDINGS = 6.0, 10.0
+
 
 def errors_by_rank(eigenvalues: Float[Tensor, " m"], shift: float) -> Float[Tensor, " m"]:
     """`ε`, the relative error of standard deviations at a shift, of the first `r = 0, 1, …` eigenvectors.
@@ -70,7 +74,7 @@ class LowRank(Curvature):
         factor: `F`, `[r, P]`, orthogonal rows.
         spectrum: eigenvalues of the curvature, falling: those of the rows, and those that were cut off.
         passes: products that were spent on it, in units of all data and one vector.
-        error: by how much standard deviations may be too large, in any direction, by what was cut off.
+        error: by how much standard deviations are too large, at inputs like the training data, by what was cut off.
     """
 
     def __init__(
@@ -97,7 +101,8 @@ class LowRank(Curvature):
         return self.factor.shape[1]
 
     @property
-    def _leading(self) -> Float[Tensor, " r"]:
+    def leading(self) -> Float[Tensor, " r"]:
+        """The eigenvalues of the rows."""
         return self.spectrum[: self.rank]
 
     def _apply(self, v: Tensor, outside: float, inside: Float[Tensor, " r"]) -> Tensor:
@@ -108,23 +113,23 @@ class LowRank(Curvature):
         s, white, scale = self._white(shift)
         if scale is not None:
             return white.solve(v * scale, s) * scale
-        return self._apply(v, 1 / s, -1 / (s * (self._leading + s)))
+        return self._apply(v, 1 / s, -1 / (s * (self.leading + s)))
 
     def solve_root(self, v: Tensor, shift: float | Tensor) -> Tensor:
         s, white, scale = self._white(shift)
         if scale is not None:
             return white.solve_root(v, s) * scale
-        low, high = math.sqrt(s), (self._leading + s).sqrt()
+        low, high = math.sqrt(s), (self.leading + s).sqrt()
         return self._apply(v, 1 / low, -1 / (low * high * (low + high)))
 
     def matmul(self, v: Tensor) -> Tensor:
-        return self._apply(v, 0.0, torch.ones_like(self._leading))
+        return self._apply(v, 0.0, torch.ones_like(self.leading))
 
     def covariances(self, rows: Float[Tensor, "n C P"], shifts: Float[Tensor, " A"]) -> Float[Tensor, "A n C C"]:
         """`φ_i (M̂ + s_a)⁻¹ φ_iᵀ` in float64, `(φφᵀ − q(Λ + s)⁻¹qᵀ)/s` with `q = φFᵀ`: one product for all shifts."""
         q = inner_products(rows.flatten(0, 1), self.factor).reshape(*rows.shape[:2], -1)
         of_prior = torch.stack([inner_products(phi, phi) for phi in rows])
-        return torch.stack([(of_prior - (q / (self._leading + s)) @ q.mT) / s for s in shifts.tolist()])
+        return torch.stack([(of_prior - (q / (self.leading + s)) @ q.mT) / s for s in shifts.tolist()])
 
     def variance(self, shift: float | Tensor) -> Tensor:
         s, white, scale = self._white(shift)
@@ -136,7 +141,7 @@ class LowRank(Curvature):
         s, white, scale = self._white(shift)
         if scale is not None:
             return white.leverage(s)
-        inner = 1 / (self._leading + s)
+        inner = 1 / (self.leading + s)
         parts = self.factor.split(max(1, NUMBERS_TOGETHER // self.rank), 1)
         return torch.cat([inner @ columns.double().square() for columns in parts])
 
@@ -274,36 +279,28 @@ class Sketch:
         inside = self.turned(products) / (-c * low * high * (low + high))
         return v / low + self._combine(inside, v.dtype)
 
-    def low_rank(
-        self,
-        shift: float | Tensor,
-        accuracy: float,
-        worst: float = math.inf,
-        least: int = 1,
-        bytes_: float = math.inf,
-    ) -> LowRank:
+    def low_rank(self, shift: float | Tensor, accuracy: float, bytes_: float = math.inf) -> LowRank:
         """The leading eigenvectors, with which standard deviations at a shift are right to a relative accuracy.
 
         They are in float64 where rounding would be more than the accuracy.
 
         Args:
             shift: a shift for each weight, `[P]`, is taken as it is, without a correction.
-            accuracy: of standard deviations at the training data, weighted by the curvature of the loss.
-            worst: of the standard deviation in any direction: without an eigenvector it is `(1 + λ/s)^{1/2}` times as
-                large.
-            least: so many eigenvectors are kept at least.
-            bytes_: memory for more than these.
+            accuracy: of standard deviations at inputs like the training data; zero keeps all eigenvectors. In any
+                direction they are right to three times as much: without an eigenvector they are `(1 + λ/s)^{1/2}` times
+                as large.
+            bytes_: memory for the eigenvectors.
         """
         if isinstance(shift, Tensor):
             scale = shift.rsqrt()
             scaled = Sketch([rows * scale.to(rows) for rows in self.rows], self.weights)
-            return scaled.low_rank(1.0, accuracy, worst, least, bytes_).congruent(1 / scale)
+            return scaled.low_rank(1.0, accuracy, bytes_).congruent(1 / scale)
         values, c = self.spectrum.flip(0).clamp_min(0), self.correction(shift)
-        errors, dtype = errors_by_rank(values / c, shift), self.rows[0].dtype
+        errors, dtype = _LARGEST * errors_by_rank(values / c, shift), self.rows[0].dtype
         most = int(min(bytes_ / (self.size * dtype.itemsize), len(values)))
-        too_much = (errors > accuracy) | (values > 2 * worst * c * shift)
-        rank = min(len(values), max(least, min(most, int(too_much.sum()))))
-        rounding = torch.finfo(dtype).eps * float(values[0]) / (c * shift)
+        too_much = (errors > accuracy) | (values > 2 * 3 * accuracy * c * shift)
+        rank = max(1, min(most, int(too_much.sum())))
+        rounding = _ROUNDINGS * torch.finfo(dtype).eps * float(values[0]) / (c * shift)
         if rounding > accuracy and 8 * rank * self.size <= bytes_:
             dtype = torch.float64
         # `V_jᵀG` of the leading eigenvectors, a few columns at a time for copies in float64.
@@ -312,7 +309,7 @@ class Sketch:
         for some in torch.arange(self.size, device=of_rows.device).split(max(1, NUMBERS_TOGETHER // self.num_rows)):
             parts = zip(of_rows.split([len(rows) for rows in self.rows], 1), self.rows, strict=True)
             columns.append(sum(coefficients @ rows[:, some].to(dtype) for coefficients, rows in parts))
-        error = math.sqrt(1 + float(values[rank]) / (c * shift)) - 1 if rank < len(values) else 0.0
+        error = float(errors[rank]) if rank < len(errors) else 0.0
         return LowRank(torch.cat(columns, 1), values / c, self.passes, error)
 
     def covariances(self, rows: Float[Tensor, "n C P"], shifts: Float[Tensor, " A"]) -> Float[Tensor, "A n C C"]:

@@ -339,18 +339,10 @@ class Part:
     Attributes:
         growth: the rows, and the last sketch of them.
         tolerance: of its change.
-        num_samples: as many eigenvectors are kept at least, since they take no more memory than the samples.
     """
-
-    # Eigenvectors that are left out change standard deviations by this part of the tolerance, or a few times as much at
-    # inputs unlike the training data. With a third of it posteriors are a third larger.
-    _CUT = 1 / 30
-    # Eigenvectors that are kept at least where memory allows: fewer would save little, and are less accurate.
-    _FEWEST = 64
 
     growth: Growth
     tolerance: float
-    num_samples: int = 1
 
     @property
     def ggn(self) -> GGN:
@@ -370,12 +362,10 @@ class Part:
             self.growth.sketch(rows)
             self.growth.change = change
         sketch, alpha = self.growth.made[-1].times(factor), overall_precision(prior)
-        spare = self.growth.spare_bytes
-        least = max(self.num_samples, min(self._FEWEST, int(spare / (ggn.size * ggn.dtype.itemsize))))
-        limits = (self._CUT * self.tolerance, self.tolerance, least, spare)
+        bytes_ = self.growth.spare_bytes
         if len(prior.names) > 1:
-            return sketch.at(alpha).low_rank(prior.spread().double(), *limits)
-        return sketch.low_rank(alpha, *limits)
+            return sketch.at(alpha).low_rank(prior.spread().double(), self.tolerance, bytes_)
+        return sketch.low_rank(alpha, self.tolerance, bytes_)
 
     def grow(self, ggn: GGN, prior: GaussianPrior, max_rows: int) -> None:
         """Lets the part grow at the precision of a prior, unless the change is below the tolerance there."""
@@ -415,6 +405,6 @@ class SketchSampler(FactoredSampler):
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         held, alpha = self.held, float(objective.precision.mean())
         solver = replace(
-            self.mode, preconditioner=self.part.growth.made[-1].low_rank(alpha, 1e-2) if held is None else held
+            self.mode, preconditioner=self.part.growth.made[-1].low_rank(alpha, 6e-2) if held is None else held
         )
         return solver.minimise(objective, init, description=description)

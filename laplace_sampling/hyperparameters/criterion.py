@@ -11,6 +11,7 @@ from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.hyperparameters import rules, validation
 from laplace_sampling.hyperparameters.hyperparameters import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.hyperparameters.rules import LossRise, SearchCost, Selection
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.held_out import HeldOut
 from laplace_sampling.linear_model.linear_model import TangentModel
@@ -139,7 +140,8 @@ class Validation(Criterion):
     Args:
         precision_bounds: bounds of the prior precision `α`.
         noise_bounds: bounds of the noise precision of a regression.
-        most_data: the largest number of held-out data that are used; fewer if they have many outputs.
+        most_data: the largest number of held-out data that are used; fewer if they have many outputs. Error bars are
+            computed at as many of them as the budget pays for; of labels, the network's outputs at all of them.
     """
 
     name = "validation"
@@ -156,21 +158,26 @@ class Validation(Criterion):
             )
         data = held_out.data
         most = max(1, min(data.num_data, self.most_data, 2**20 // held_out.layout.size))
-        most = affordable(most, validation.validation_cost(tangent.model.features, most, held_out.likelihood))
-        some = torch.arange(most)
+        few = affordable(most, validation.validation_cost(tangent.model.features, most, held_out.likelihood))
+        some, drawn = torch.arange(most), torch.arange(few)
         if not data.in_order:
-            some = some * data.num_data // most
-        model = held_out.model(tangent.network, held_out.with_targets(some))
-        return validation.Validation(model, self.noise_bounds)
+            some, drawn = some * data.num_data // most, drawn * most // few
+        chosen = torch.zeros(most, dtype=torch.bool).index_fill(0, drawn, True)
+        of_drawn, others = (held_out.with_targets(some[which]) for which in (chosen, ~chosen))
+        model, rest = held_out.model(tangent.network, of_drawn), None
+        if len(others) and not isinstance(held_out.likelihood, Gaussian):
+            alone = held_out.model(tangent.network, others)
+            rest = alone.targets, alone.network_outputs
+        return validation.Validation(model, self.noise_bounds, rest=rest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Criterion):
     """A temperature by the accuracy on new data, and then the rule that data without held-out ones have.
 
-    It is for labels. The temperature divides the outputs. It is the one under which training labels, left out of the
-    linear model in twenty folds, are likeliest where they are predicted rightly as often as new ones
-    (`hyperparameters.left_out_folds`). It takes about two training epochs.
+    It is for labels. The temperature divides the outputs. It is the one under which training labels are likeliest where
+    outputs have so much noise that they are predicted rightly as often as new ones (`hyperparameters.known_accuracy`).
+    It takes no product with the network.
 
     Args:
         value: the part of new labels that the network predicts rightly, as on a test set. It may be off by some

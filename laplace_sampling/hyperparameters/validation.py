@@ -50,7 +50,8 @@ class Validation(Selection):
     """The smallest prior precision, with its best temperature or noise, that costs held-out data hardly anything.
 
     Attributes:
-        model: the tangent model on the held-out data.
+        model: the tangent model on the held-out data at which the function is drawn.
+        rest: of labels, targets and outputs of the network at other held-out data, which cost no draws (`calibrate`).
         noise_bounds: within which the noise precision is kept.
         price: nats a datum that error bars may cost. A third of it brings half as much for telling other data, three
             times as much costs up to 0.006 nats of test data (`docs/decisions.md`).
@@ -63,6 +64,7 @@ class Validation(Selection):
     model: LinearModel
     noise_bounds: Bounds = NOISE_BOUNDS
     price: float = 0.001
+    rest: tuple[Tensor, Tensor] | None = None
 
     def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
         return validation_cost(self.model.features, self.model.features.num_data, self.model.likelihood, rough=rough)
@@ -104,6 +106,8 @@ class Validation(Selection):
         """`α`, what the data say at it with the likeliest temperature of labels, and what the search took."""
         features, likelihood = self.model.features, self.model.likelihood
         y, f = self.model.targets, self.model.network_outputs
+        if self.rest is not None:
+            y, f = (torch.cat(pair) for pair in zip((y, f), self.rest, strict=True))
         lowest = 1.0 if labelled(likelihood) is None else own_temperature(likelihood, y, f)
         drawn = function_draws(path, features, alphas, draws)
 

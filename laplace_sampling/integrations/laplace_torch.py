@@ -86,7 +86,7 @@ class SampledLaplace(ParametricLaplace):
         method: str | Method = "auto",
         num_samples: int = 100,
         seed: int = 0,
-        budget: float | None = 20.0,
+        budget: float | None = 10.0,
     ) -> None:
         self._settings: dict[str, Any] = {"method": method, "num_samples": num_samples, "seed": seed}
         self._budget = budget

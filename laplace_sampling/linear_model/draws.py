@@ -29,6 +29,7 @@ class Stream(IntEnum):
     RULE = 2**20 + 6
     SUBSET_PROBES = 2**20 + 7
     FACTORS = 2**20 + 8
+    OUTPUTS = 2**20 + 9
 
 
 # Noise is generated for blocks of data: `_BLOCK` data, or fewer where that would be more than `_NUMBERS` numbers for a

@@ -11,6 +11,7 @@ are formed.
 """
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +26,7 @@ from laplace_sampling.data.batches import Layout, num_rows, place, take
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.likelihoods.measurement import Measurement
-from laplace_sampling.networks.layers import Outer, vjp_by_layers
+from laplace_sampling.networks.layers import OfOutputs, Outer, jacobian_by_layers, vjp_by_layers
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.recorded import recorded
@@ -129,6 +130,68 @@ class DatumRows:
         return total
 
 
+@dataclass(frozen=True)
+class OutputRows:
+    """Jacobians `φ_i` of some data, `[n, C, P]`, by layers.
+
+    Row `c` of a linear layer that a datum uses once is an outer product, `δ_c ⊗ h`, whose `h` is that of all outputs:
+    `φφᵀ = (hᵀh) δδᵀ` and `φUᵀ = δ (U h)` take `C` times fewer operations than rows.
+
+    Attributes:
+        starts: of each weight in the flat vector, by name.
+        layers: that hold all weights.
+    """
+
+    starts: dict[str, int]
+    layers: Sequence[OfOutputs]
+
+    def to(self, dtype: torch.dtype) -> "OutputRows":
+        """The rows in another dtype."""
+        return replace(self, layers=[(layer, tuple(t.to(dtype) for t in rows)) for layer, rows in self.layers])
+
+    def _parts(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Where each tensor of weights begins, with `δ` and `h`, or its formed rows, `[n, C, p]`."""
+        for layer, (rows, *inputs) in self.layers:
+            start, of_bias = (self.starts[name] for name in (layer.names * 2)[:2])
+            with_bias = len(layer.names) > 1
+            if inputs:
+                yield start, rows, inputs[0][:, :-1] if with_bias else inputs[0]
+            elif with_bias:
+                rows = rows.unflatten(2, (-1, layer.index.shape[2]))
+                yield start, rows[..., :-1].flatten(2), None
+            else:
+                yield start, rows, None
+            if with_bias:
+                yield of_bias, rows if inputs else rows[..., -1], None
+
+    def products(self, u: Float[Tensor, "r P"]) -> Float[Tensor, "n C r"]:
+        """`φ_i u_jᵀ`."""
+        total = []
+        for start, rows, h in self._parts():
+            if h is None:
+                total.append(rows @ u[:, start : start + rows.shape[2]].T)
+                continue
+            m, k = rows.shape[2], h.shape[1]
+            # Views, since a copy would take longer than the product for a few data.
+            of_h = u[:, start : start + m * k].unflatten(1, (m, k)) @ h.T.expand(len(u), k, len(h))
+            total.append(rows @ of_h.permute(2, 1, 0))
+        return sum(total[1:], total[0])
+
+    def weighted(self, w: Float[Tensor, " P"] | None = None) -> Float[Tensor, "n C C"]:
+        """`φ_i diag(w) φ_iᵀ`, by default with ones."""
+        total = []
+        for start, rows, h in self._parts():
+            if h is None:
+                left = rows if w is None else rows * w[start : start + rows.shape[2]]
+            else:
+                m, k = rows.shape[2], h.shape[1]
+                squares = h.square()
+                of_h = squares.sum(1, keepdim=True) if w is None else squares @ w[start : start + m * k].reshape(m, k).T
+                left = rows * of_h[:, None]
+            total.append(left @ rows.mT)
+        return sum(total[1:], total[0])
+
+
 def inner_products(left: Float[Tensor, "n p"], right: Float[Tensor, "m p"]) -> Float[Tensor, "n m"]:
     """`left rightᵀ` in float64.
 
@@ -194,6 +257,10 @@ class Features(ABC):
     @abstractmethod
     def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
         """`φ_i` of the data of a batch, all its numbers: for methods that hold the Jacobian, or a part of it."""
+
+    def rows_by_layers(self, batch: Tensor) -> OutputRows | None:
+        """`φ_i` of the data of a batch, by layers of a network whose weights are all in layers."""
+        return None
 
     def rows_of(self, datum: int, outputs: slice) -> Float[Tensor, "c P"]:
         """Some rows of a `φ_i`, by VJPs of unit vectors."""
@@ -486,6 +553,9 @@ class SomeFeatures(DerivedFeatures):
     def of_data(self, batch: Tensor) -> Tensor:
         return self.some[batch]
 
+    def rows_by_layers(self, batch: Tensor) -> OutputRows | None:
+        return self.features.rows_by_layers(self.of_data(batch))
+
 
 def some_of(features: Features, num: int, seed: int | None) -> Tensor:
     """Indices of a random part of the data, in order, or of the first ones."""
@@ -595,6 +665,17 @@ class NetworkFeatures(Features):
             if layers is not None:
                 return DatumRows.of_layers(self.size, layers)
         return super().datum_rows(u, batch)
+
+    def rows_by_layers(self, batch: Tensor) -> OutputRows | None:
+        network = self.network
+        # As for `datum_rows`; outputs of several shapes are widened.
+        if type(network).vjp_each is not Linearisation.vjp_each or self.data.ragged:
+            return None
+        layers = jacobian_by_layers(network, self.inputs(batch)[0])
+        if layers is None:
+            return None
+        ends = itertools.accumulate(network.shell.sizes, initial=0)
+        return OutputRows(dict(zip(network.names, ends, strict=False)), layers)
 
     def rows(self, batch: Tensor) -> Tensor:
         x, layout = self.inputs(batch)

@@ -26,7 +26,7 @@ from laplace_sampling.curvature.closed_form import (
     prior_of_factored,
 )
 from laplace_sampling.curvature.head import head_of, head_operations, is_exact
-from laplace_sampling.curvature.kronecker import CURVATURE, CURVATURES, Inverse, Kronecker
+from laplace_sampling.curvature.kronecker import CURVATURE, CURVATURES, Kronecker
 from laplace_sampling.curvature.low_rank import LowRank, Sketch
 from laplace_sampling.curvature.part import NUM_PROBES, Growth, Part, RandomRows, SketchSampler, bytes_of_rows
 from laplace_sampling.gp.evidence import HyperparameterBounds
@@ -324,7 +324,7 @@ class FactoredFit(Fit):
         return {f"{CURVATURE}{name}": tensor for name, tensor in self.curvature.tensors().items()}
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
-        return DenseCovariance(features, self.prior, Inverse(self.curvature, self.prior.spread()))
+        return factored_covariance(features, self.prior, self.curvature)
 
     @property
     def accuracy(self) -> Accuracy:
@@ -400,9 +400,6 @@ class HeadFit(FactoredFit):
     @property
     def approximate(self) -> bool:
         return not is_exact(self.ggn)
-
-    def covariance_at(self, features: Features) -> FunctionCovariance:
-        return factored_covariance(features, self.prior, self.curvature)
 
     def leave_one_out(self) -> LeaveOneOut:
         if self.approximate:
@@ -586,7 +583,7 @@ class Subset(Method):
         return self._solver(growth, task)
 
     def _solver(self, growth: Growth, task: Task) -> SketchSampler:
-        part = Part(growth, task.tolerance, task.num_samples)
+        part = Part(growth, task.tolerance)
         return SketchSampler(CG(min(2 * task.tolerance, 0.5)), part.of, part=part)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from laplace_sampling.data.batches import num_rows, rows_of
+from laplace_sampling.data.batches import concatenate, num_rows, rows_of
 from laplace_sampling.networks.derivatives import linear_inside
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.products import difference
@@ -70,13 +70,23 @@ class _Operation:
     Attributes:
         weight, bias: its arguments; the bias may be `None`.
         leading: how many axes of its output may hold the data.
-        pair: `(gradient in the output, whether the bias is random, fold, number of data) ↦ (g, a)`.
+        of_gradient: `(gradient in the output, fold, number of data) ↦ g`.
+        of_inputs: `(whether the bias is random, fold, number of data) ↦ a`.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     leading: int
-    pair: Callable[[Tensor, bool, Fold, int], Pair]
+    of_gradient: Callable[[Tensor, Fold, int], Tensor]
+    of_inputs: Callable[[bool, Fold, int], Tensor]
+
+    def of_gradients(self, gradients: Float[Tensor, "C ..."], fold: Fold, num_data: int) -> Float[Tensor, "n C q m T"]:
+        """`g` of several gradients."""
+        one_place = gradients.shape[1:][fold.axis] == num_data
+        if fold.axis == 0 and (one_place or not fold.places_first):  # all gradients are as many data
+            plain, num = Fold(0, places_first=False), len(gradients) * num_data
+            return self.of_gradient(gradients.flatten(0, 1), plain, num).unflatten(0, (-1, num_data)).transpose(0, 1)
+        return torch.stack([self.of_gradient(gradient, fold, num_data) for gradient in gradients], 1)
 
 
 @dataclass(frozen=True)
@@ -142,11 +152,14 @@ class WeightUses(TorchFunctionMode):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Operation:
     x = input.detach()
 
-    def pair(gradient: Tensor, with_bias: bool, fold: Fold, num_data: int) -> Pair:
-        a, g = (fold(t, num_data).reshape(num_data, 1, -1, t.shape[-1]).mT for t in (x, gradient))
-        return g, torch.cat([a, torch.ones_like(a[:, :, :1])], dim=2) if with_bias else a
+    def placed(t: Tensor, fold: Fold, num_data: int) -> Tensor:
+        return fold(t, num_data).reshape(num_data, 1, -1, t.shape[-1]).mT
 
-    return _Operation(weight, bias, x.dim() - 1, pair)
+    def of_inputs(with_bias: bool, fold: Fold, num_data: int) -> Tensor:
+        a = placed(x, fold, num_data)
+        return torch.cat([a, torch.ones_like(a[:, :, :1])], dim=2) if with_bias else a
+
+    return _Operation(weight, bias, x.dim() - 1, placed, of_inputs)
 
 
 def _convolution(
@@ -162,15 +175,18 @@ def _convolution(
     if x.dim() != weight.dim():  # a single datum without an axis
         return None
 
-    def pair(gradient: Tensor, with_bias: bool, fold: Fold, num_data: int) -> Pair:
-        patches = _patches(x, weight.shape[2:], _each(stride, axes), padding, _each(dilation, axes), groups, with_bias)
-        return tuple(
-            # Data, places of the fold, groups, channels, places: all places go last.
-            fold(t, num_data).movedim(1, -2).flatten(-2)
-            for t in (gradient.unflatten(1, (groups, -1)).flatten(3), patches)
-        )  # pyright: ignore[reportReturnType]
+    def placed(t: Tensor, fold: Fold, num_data: int) -> Tensor:
+        # Data, places of the fold, groups, channels, places: all places go last.
+        return fold(t, num_data).movedim(1, -2).flatten(-2)
 
-    return _Operation(weight, bias, 1, pair)
+    def of_gradient(gradient: Tensor, fold: Fold, num_data: int) -> Tensor:
+        return placed(gradient.unflatten(1, (groups, -1)).flatten(3), fold, num_data)
+
+    def of_inputs(with_bias: bool, fold: Fold, num_data: int) -> Tensor:
+        patches = _patches(x, weight.shape[2:], _each(stride, axes), padding, _each(dilation, axes), groups, with_bias)
+        return placed(patches, fold, num_data)
+
+    return _Operation(weight, bias, 1, of_gradient, of_inputs)
 
 
 def _each(value: Any, axes: int) -> tuple[int, ...]:
@@ -217,15 +233,16 @@ def _normalisation(
         return None
     leading = 1 if of_channels else x.dim() - weight.dim()
 
-    def pair(gradient: Tensor, with_bias: bool, fold: Fold, num_data: int) -> Pair:
-        each = [gradient * normalised(), gradient] if with_bias else [gradient * normalised()]
-        if of_channels:
-            each = [t.movedim(1, -1) for t in each]
-        sums = [fold(t, num_data).reshape(num_data, -1, weight.numel()).sum(1) for t in each]
-        a = torch.stack(sums, dim=-1)[..., None]
-        return torch.ones_like(a[:, :, :1]), a
+    def placed(t: Tensor, fold: Fold, num_data: int) -> Tensor:
+        # A group for each weight.
+        t = t.movedim(1, -1) if of_channels else t
+        return fold(t, num_data).reshape(num_data, -1, weight.numel()).mT[:, :, None]
 
-    return _Operation(weight, bias, leading, pair)
+    def of_inputs(with_bias: bool, fold: Fold, num_data: int) -> Tensor:
+        a = placed(normalised(), fold, num_data)
+        return torch.cat([a, torch.ones_like(a)], dim=2) if with_bias else a
+
+    return _Operation(weight, bias, leading, placed, of_inputs)
 
 
 def _batch_norm(*args: Any, **kwargs: Any) -> _Operation | None:
@@ -311,6 +328,7 @@ class LayerRun:
     def __init__(self, network: Linearisation, x: Any, num_data: int) -> None:
         with exclusive:
             outputs, watched = network.traced(x, WeightUses)
+        self.network, self.x = network, x
         self.f, self.weights = outputs.reshape(num_data, -1), watched.weights
         self.uses = defaultdict[tuple[str, ...], list[Use]](list)
         for use in watched.uses:
@@ -321,25 +339,49 @@ class LayerRun:
         edges = [use.edge for use in uses]
         return list(torch.autograd.grad(self.f, edges, u, retain_graph=again, allow_unused=True)) if edges else []
 
-    def pairs(self, layers: list[Layer], u: Float[Tensor, "n C"], *, again: bool = True) -> Iterator[Pair | None]:
-        """`g` and `a` of each layer."""
-        gradients = iter(self.gradients([use for layer in layers for use in self.uses[layer.names]], u, again=again))
-        return (self.pair(layer.names, layer.folds, gradients) for layer in layers)
+    def gradients_of_outputs(self, uses: list[Use]) -> list[Tensor | None]:
+        """Each output pulled back to the outputs of operations, `[C, ...]`."""
+        eye = torch.eye(self.f.shape[1], dtype=self.f.dtype, device=self.f.device)
+        edges: list[Any] = [use.edge for use in uses]
+        largest = self.network.batching.largest_tensor(self.network.shell.forward, self.x)
+        parts = self.network.ways.pull(self.f, edges, eye[:, None].expand(-1, *self.f.shape), largest)
+        return [_stacked(of_use) for of_use in zip(*parts, strict=True)]
 
-    def pair(self, names: tuple[str, ...], of_uses: list[Fold], gradients: Iterator[Tensor | None]) -> Pair | None:
+    def pairs(
+        self, layers: list[Layer], u: Float[Tensor, "n C"] | None, *, again: bool = True
+    ) -> Iterator[Pair | None]:
+        """`g` and `a` of each layer; without `u` of each output, `g` having an axis of outputs after that of data."""
+        uses = [use for layer in layers for use in self.uses[layer.names]]
+        gradients = iter(self.gradients_of_outputs(uses) if u is None else self.gradients(uses, u, again=again))
+        return (self.pair(layer.names, layer.folds, gradients, of_outputs=u is None) for layer in layers)
+
+    def pair(
+        self,
+        names: tuple[str, ...],
+        of_uses: list[Fold],
+        gradients: Iterator[Tensor | None],
+        *,
+        of_outputs: bool = False,
+    ) -> Pair | None:
         """`g` and `a` of a layer, with the places of all its operations one after another."""
-        pairs = []
+        pairs, num = [], len(self.f)
         for number, use in enumerate(self.uses[names]):
             gradient = next(gradients)
             if gradient is not None:
                 # The last fold is that of more operations, as in a loop that is longer than when the layer was found.
-                fold = of_uses[min(number, len(of_uses) - 1)]
-                g, a = use.operation.pair(gradient, len(names) > 1, fold, len(self.f))
-                pairs.append((g.to(self.f), a.to(self.f)))
+                fold, operation = of_uses[min(number, len(of_uses) - 1)], use.operation
+                g = (operation.of_gradients if of_outputs else operation.of_gradient)(gradient, fold, num)
+                pairs.append((g.to(self.f), operation.of_inputs(len(names) > 1, fold, num).to(self.f)))
         if not pairs:
             return None
         g, a = zip(*pairs, strict=True)
-        return pairs[0] if len(pairs) == 1 else (torch.cat(g, 3), torch.cat(a, 3))
+        return pairs[0] if len(pairs) == 1 else (torch.cat(g, -1), torch.cat(a, -1))
+
+
+def _stacked(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Gradients of several outputs; zero for those that nothing reaches, and `None` if these are all."""
+    like = next((part for part in parts if part is not None), None)
+    return None if like is None else torch.cat([torch.zeros_like(like[:1]) if p is None else p for p in parts])
 
 
 def layers_of(run: LayerRun, places: dict[str, Tensor]) -> list[Layer]:
@@ -413,8 +455,10 @@ def _close(found: Tensor, expected: Tensor, eps: float | None = None) -> bool:
 
 # Positions of weights in the flat vector, `[m, k]`, and `g`, `[n, m]`, and `a`, `[n, k]`, of each datum.
 Outer = tuple[Tensor, Float[Tensor, "n m"], Float[Tensor, "n k"]]
-# Data of which the layers are found, at least and at most.
-_FEWEST, _TRIED = 2, 16
+# A layer with `g`, `[n, C, m]`, and `a`, `[n, k]`, where a datum uses it once; else with its part of rows, `[n, C, p]`.
+OfOutputs = tuple[Layer, tuple[Tensor, ...]]
+# Data of which the layers are found, at most.
+_TRIED = 16
 
 
 def vjp_by_layers(network: Linearisation, x: Any, u: Float[Tensor, "N C"]) -> list[Outer] | None:
@@ -423,41 +467,86 @@ def vjp_by_layers(network: Linearisation, x: Any, u: Float[Tensor, "N C"]) -> li
     Layers are looked for among the first data; where others take another way through the network, it is `None` from
     then on.
     """
-    if network.autocast is not None or network.module_dtype != network.dtype:
+    found = _by_layers(network, x, u, _outer)
+    if found is None:
         return None
-    if network.known_layers is None and num_rows(x) >= _FEWEST:
-        network.known_layers = _found(network, rows_of(x, slice(min(num_rows(x), _TRIED))))
+    network.products["vjp"] += num_rows(x)
+    return [(layer.index[0] if len(g[0]) > 1 else layer.index.reshape(1, -1), g, a) for layer, (g, a) in found]
+
+
+def jacobian_by_layers(network: Linearisation, x: Any) -> list[OfOutputs] | None:
+    """`jacobian` in factors, by one forward pass and a pullback of each output; `None` where `vjp_by_layers` is."""
+    found = _by_layers(network, x, None, _of_outputs)
+    if found is not None:
+        network.products["vjp"] += num_rows(x) * found[0][1][0].shape[1]
+    return found
+
+
+def _by_layers(
+    network: Linearisation,
+    x: Any,
+    u: Float[Tensor, "N C"] | None,
+    shaped: Callable[[Layer, Pair], tuple[Tensor, ...]],
+) -> list[tuple[Layer, tuple[Tensor, ...]]] | None:
+    """What is `shaped` of `g` and `a` of each layer, as `LayerRun.pairs` gives them."""
+    if network.autocast is not None or network.module_dtype != network.dtype or not num_rows(x):
+        return None
+    if network.known_layers is None:
+        few = rows_of(x, slice(min(num_rows(x), _TRIED)))
+        # Of one datum it would not be seen along which axis the data are.
+        network.known_layers = _found(network, few if num_rows(few) > 1 else concatenate([few, few]))
     layers = network.known_layers
     if not layers:
         return None
-    parts = network.batching.in_parts(num_rows(x), lambda rows: _of_some(network, layers, rows_of(x, rows), u[rows]))
+    parts = network.batching.in_parts(
+        num_rows(x), lambda rows: _of_some(network, layers, rows_of(x, rows), None if u is None else u[rows], shaped)
+    )
     if not all(parts):
         network.known_layers = []
         return None
-    network.products["vjp"] += num_rows(x)
-    return [
-        (of[0][0], torch.cat([g for _, g, _ in of]), torch.cat([a for _, _, a in of]))
-        for of in zip(*(part for part in parts if part is not None), strict=True)
-    ]
+    if len(parts) == 1:
+        return list(zip(layers, parts[0], strict=True))
+    joined = (tuple(torch.cat(t) for t in zip(*of_parts, strict=True)) for of_parts in zip(*parts, strict=True))
+    return list(zip(layers, joined, strict=True))
 
 
-def _of_some(network: Linearisation, layers: list[Layer], x: Any, u: Tensor) -> list[Outer]:
+def _of_some(
+    network: Linearisation,
+    layers: list[Layer],
+    x: Any,
+    u: Tensor | None,
+    shaped: Callable[[Layer, Pair], tuple[Tensor, ...]],
+) -> list[tuple[Tensor, ...]]:
     """The rows of data that go through the network at once; none where they take another way."""
-    run, found = LayerRun(network, x, num_rows(x)), []
+    run = LayerRun(network, x, num_rows(x))
     if {layer.names: len(layer.folds) for layer in layers} != {n: len(of_n) for n, of_n in run.uses.items()}:
         return []
     folds = [(fold, use) for of in layers for fold, use in zip(of.folds, run.uses[of.names], strict=True)]
     if not all(fold.fits(use.shape, len(run.f)) for fold, use in folds):
         return []  # such as an expert of a mixture, which only other data take
-    for layer, pair in zip(layers, run.pairs(layers, u.reshape(run.f.shape).to(run.f), again=False), strict=True):
-        if pair is None:
-            return []
-        q, m, k = layer.index.shape
-        as_outer = q == 1 and pair[0].shape[3] == 1 and m + k < m * k
-        g, a = pair if as_outer else layer.as_row().shaped(pair)
-        index = layer.index[0] if as_outer else layer.index.reshape(1, -1)
-        found.append((index, g[:, 0, :, 0], a[:, 0, :, 0]))
-    return found
+    u = None if u is None else u.reshape(run.f.shape).to(run.f)
+    pairs = list(zip(layers, run.pairs(layers, u, again=False), strict=True))
+    return [] if any(pair is None for _, pair in pairs) else [shaped(layer, pair) for layer, pair in pairs if pair]
+
+
+def _used_once(layer: Layer, a: Float[Tensor, "n q k T"]) -> bool:
+    """Whether rows of a layer are outer products, and so fewer numbers."""
+    q, m, k = layer.index.shape
+    return q == 1 and a.shape[3] == 1 and m + k < m * k
+
+
+def _outer(layer: Layer, pair: Pair) -> tuple[Tensor, Tensor]:
+    g, a = pair if _used_once(layer, pair[1]) else layer.as_row().shaped(pair)
+    return g[:, 0, :, 0], a[:, 0, :, 0]
+
+
+def _of_outputs(layer: Layer, pair: Pair) -> tuple[Tensor, ...]:
+    g, a = pair
+    if _used_once(layer, a):
+        return g[:, :, 0, :, 0], a[:, 0, :, 0]
+    # One product of matrices for all outputs.
+    rows = g.transpose(1, 2).flatten(2, 3) @ a.mT
+    return (rows.unflatten(2, (-1, g.shape[3])).transpose(1, 2).flatten(2),)
 
 
 def _found(network: Linearisation, x: Any) -> list[Layer]:

@@ -367,7 +367,7 @@ class Linearisation:
     def traced(self, x: Any, watch: Callable[[dict[str, Tensor]], Any]) -> tuple[Float[Tensor, "N ..."], Any]:
         """Outputs with a graph that autograd differentiates, run in the context `watch` of the weights in it."""
         weights = self.shell.leaves()
-        with torch.enable_grad(), self.differentiating(), watch(weights) as watched:
+        with torch.enable_grad(), self.differentiating(layers=False), watch(weights) as watched:
             return self.shell(weights, x), watched
 
     # Products ---------------------------------------------------------------------------------------------------------

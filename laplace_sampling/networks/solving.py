@@ -102,6 +102,10 @@ def _set_precisions(values: list[str]) -> None:
         backend.fp32_precision = value
 
 
+def _is_lowered() -> bool:
+    return any(value not in _FULL for value in precisions())
+
+
 @contextmanager
 def solving() -> Iterator[None]:
     """Float32 products without TF32 or bfloat16, and outside of inference mode.
@@ -116,12 +120,15 @@ def solving() -> Iterator[None]:
 def _full_precision() -> Iterator[None]:
     lowered = False
     try:
-        with exclusive:
-            if any(value not in _FULL for value in precisions()):
+        with LOCK:  # no signals are set aside for it, as most calls have nothing to change
+            change = _is_lowered()
+        if change:
+            with exclusive:
                 # The setting is one for all threads: others wait until it is put back.
-                lowered = LOCK.acquire()
-                _users_settings.append(precisions())
-                _set_precisions(["ieee"] * len(_BACKENDS) or ["highest"])
+                if _is_lowered():
+                    lowered = LOCK.acquire()
+                    _users_settings.append(precisions())
+                    _set_precisions(["ieee"] * len(_BACKENDS) or ["highest"])
         yield
     finally:
         if lowered:

@@ -170,7 +170,7 @@ def calibrate(
     likelihood: Likelihood,
     targets: Tensor,
     outputs: Float[Tensor, "N C"],
-    deviations: Float[Tensor, "K N C"],
+    deviations: Float[Tensor, "K n C"],
     free: Collection[str] = ("scale", "temperature"),
     lowest: float | None = None,
 ) -> Calibration:
@@ -181,20 +181,30 @@ def calibrate(
     network is not sure enough: a lower one would undo the error bars. Held-out data would not notice, but other data
     would be predicted too surely.
 
+    Where deviations of the first `n` of `N` data are known only, these data say what error bars change, and all data
+    what the network alone is worth (a control variate): the sum is `Σ_{i≤N} l_i(T) + N/n Σ_{i≤n} (l_i(τ, T) − l_i(T))`.
+
     Args:
         likelihood: the likelihood of the targets.
         targets: `y`.
         outputs: `f`, the outputs of the network.
-        deviations: `φ(x_i) ζ_k`.
+        deviations: `φ(x_i) ζ_k`, of all data or of the first ones.
         free: the factors to be found; the others are one.
         lowest: the smallest temperature; by default it is found.
     """
-    outputs, parts = outputs.double(), parts_of(deviations)
+    outputs, parts, num = outputs.double(), parts_of(deviations), deviations.shape[1]
+    weight, nothing = len(outputs) / num, torch.zeros_like(outputs)[None]
+
+    def alone(n: Tensor | slice, T: Tensor | float) -> Float[Tensor, " n"]:
+        return _losses(likelihood, targets[n], outputs[n] / T, nothing[:, n], 1.0)
 
     def losses(found: Factors) -> Iterator[Float[Tensor, " n"]]:
         scale, T = found.get("scale", 1.0), found.get("temperature", 1.0)
         for n in parts:  # a graph for each, which is freed
-            yield _losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale)
+            with_error_bars = _losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale)
+            yield with_error_bars if weight == 1 else weight * with_error_bars + (1 - weight) * alone(n, T)
+        if weight > 1:
+            yield alone(slice(num, None), T)
 
     bounds = {name: _LOGS[name] for name in free if name != "temperature" or labelled(likelihood) is not None}
     if "temperature" in bounds:

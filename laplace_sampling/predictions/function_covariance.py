@@ -1,17 +1,20 @@
 """Covariance of the function at the inputs of a prediction, `φ(x) H⁻¹ φ(x)ᵀ`, where it is known without samples."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.curvature.by_layers import covariances_by_layers, has_covariances_by_layers
 from laplace_sampling.curvature.head import has_head_covariances, head_covariances, head_inputs, head_of, head_variances
 from laplace_sampling.curvature.kronecker import Inverse
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.last_layer import LinearLayer
@@ -43,56 +46,109 @@ class FunctionCovariance(ABC):
         """The covariance over all inputs and outputs, the outputs of an input adjacent."""
 
 
+class Function(FunctionCovariance):
+    """The function at the inputs of a prediction: its covariance, and `num_samples` samples of it."""
+
+    num_samples: int
+
+    @abstractmethod
+    def deviations(self) -> Float[Tensor, "K N C"]:
+        """`φ(x) ζ_k`: row `k` is one function at all inputs."""
+
+    @abstractmethod
+    def white(self, num_outputs: int) -> Float[Tensor, "K C"]:
+        """White noise for draws of as many outputs of a datum, the same for all data."""
+
+    def draws(self) -> Float[Tensor, "K N C"]:
+        """Draws of the outputs of each datum by itself, `V_n^{1/2} z_k`; their mean square is `V_n` if `K ≥ C`."""
+        blocks = self.blocks()
+        return draws_of(blocks, self.white(blocks.shape[1]))
+
+
+def draws_of(blocks: Float[Tensor, "N C C"], white: Float[Tensor, "K C"]) -> Float[Tensor, "K N C"]:
+    """`V_n^{1/2} z_k` in float64; NaN where a covariance is not finite."""
+    blocks = blocks.double()
+    finite = blocks.isfinite().all(2).all(1)[:, None, None]
+    values, vectors = torch.linalg.eigh(blocks.where(finite, 0.0))
+    # The symmetric root, which does not depend on the signs of eigenvectors.
+    root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
+    return (white.to(root) @ root.where(finite, torch.nan)).transpose(0, 1)
+
+
+@lru_cache(16)  # as many calls for one datum each have the same
+def white_noise(num_samples: int, num_outputs: int, seed: int) -> Float[Tensor, "K C"]:
+    """Normal numbers for draws of outputs, with `(1/K) Σ_k z_k z_kᵀ = I` if there are enough of them."""
+    z = Draws(num_samples, seed, Stream.OUTPUTS).prior(num_outputs).double()
+    if num_samples < num_outputs:
+        return z
+    # Second moments of draws are then those of the Gaussian, and means of functions of few draws are more accurate.
+    q, r = torch.linalg.qr(z)
+    return math.sqrt(num_samples) * q * r.diagonal().sign()
+
+
 def _nothing() -> None:
     """The check of a covariance that was pickled."""
 
 
 @dataclass(frozen=True)
-class OnRequest(FunctionCovariance):
-    """A multiple of a covariance that is computed when it is asked for, and kept where the prediction is pickled.
+class OnRequest(Function):
+    """What is known of the function, computed when it is first asked for, and kept where the prediction is pickled.
 
     Args:
         function: the covariance; None after it was pickled.
         check: raises if it can not be computed any more.
         factor: of the covariance.
         for_variances: whether variances are worth their pullbacks, one for each output.
-        known: what was computed before it was pickled, by the names of the methods below.
+        sampled: computes `deviations`, without the factor; `None` if the prediction has them.
+        num_samples: their number, and that of draws.
+        seed: of draws.
+        known: what was computed, by the names of the methods below.
     """
 
     function: FunctionCovariance | None
     check: Callable[[], None]
     factor: float = 1.0
     for_variances: bool = True
-    known: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    sampled: Callable[[], Tensor] | None = None
+    num_samples: int = 0
+    seed: int = 0
+    known: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @solver_call
     def _computed(self, name: str) -> Tensor:
-        if self.function is not None:
-            self.check()
-            return self.factor * getattr(self.function, name)()
-        if name not in self.known:
+        if name in self.known:
+            return self.known[name]
+        if self.function is None:
             raise ValueError(
-                f"A prediction that was pickled has covariances of up to {_KEPT:.2g} numbers, and its {name} has more: "
-                "ask for `covariance()` or `joint_covariance()` before it is pickled, or predict fewer inputs at once."
+                f"A prediction that was pickled has what takes up to {_KEPT:.2g} numbers, and its {name} have more: "
+                "ask for `samples`, `covariance()` or `joint_covariance()` before it is pickled, or predict fewer "
+                "inputs at once."
             )
-        return self.known[name]
+        self.check()
+        if name == "deviations":
+            assert self.sampled is not None
+            found = math.sqrt(self.factor) * self.sampled()
+        else:
+            found = self.factor * getattr(self.function, name)()
+        return self.known.setdefault(name, found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OnRequest":
         return self  # it never changes, and a copy would copy the network
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is pickled: the covariances themselves, since the network and the training data stay behind."""
-        if self.function is None:
-            return OnRequest, (None, _nothing, 1.0, self.for_variances, self.known)
-        if not self.for_variances:
-            return OnRequest, (None, _nothing, 1.0, False, {})
-        num, size = self.variance().shape
-        numbers = {"variance": 0, "blocks": num * size**2, "joint": (num * size) ** 2}
-        known = {name: self._computed(name) for name, n in numbers.items() if n <= _KEPT}
-        return OnRequest, (None, _nothing, 1.0, True, known)
+        """What is pickled: covariances and samples, since the network and the training data stay behind."""
+        known = dict(self.known)
+        if self.function is not None and self.for_variances:
+            num, size = self.variance().shape
+            numbers = {"variance": 0, "blocks": num * size**2, "joint": (num * size) ** 2}
+            numbers |= {"deviations": self.num_samples * num * size} if self.sampled is not None else {}
+            known |= {name: getattr(self, name)() for name, n in numbers.items() if n <= _KEPT}
+        return OnRequest, (None, _nothing, 1.0, self.for_variances, None, self.num_samples, self.seed, known)
 
     def variance(self) -> Tensor:
-        return self._computed("variance")
+        # Most have a variance by their blocks only, which draws take, too.
+        by_blocks = self.function is not None and type(self.function).variance is FunctionCovariance.variance
+        return super().variance() if by_blocks else self._computed("variance")
 
     def blocks(self) -> Tensor:
         return self._computed("blocks")
@@ -100,10 +156,16 @@ class OnRequest(FunctionCovariance):
     def joint(self) -> Tensor:
         return self._computed("joint")
 
+    def deviations(self) -> Tensor:
+        return self._computed("deviations")
+
+    def white(self, num_outputs: int) -> Tensor:
+        return white_noise(self.num_samples, num_outputs, self.seed)
+
 
 @dataclass(frozen=True)
-class OfOutputs(FunctionCovariance):
-    """The covariance of some of the (flattened) outputs.
+class OfOutputs(Function):
+    """Some of the (flattened) outputs.
 
     Args:
         function: of all outputs.
@@ -111,9 +173,13 @@ class OfOutputs(FunctionCovariance):
         num_outputs: `C`, of all.
     """
 
-    function: FunctionCovariance
+    function: Function
     columns: slice
     num_outputs: int
+
+    @property
+    def num_samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.function.num_samples
 
     def variance(self) -> Tensor:
         variance = self.function.variance()
@@ -126,6 +192,12 @@ class OfOutputs(FunctionCovariance):
         joint = self.function.joint()
         part = joint.reshape(-1, self.num_outputs, len(joint))[:, self.columns].flatten(0, 1)
         return part.reshape(len(part), -1, self.num_outputs)[..., self.columns].flatten(1)
+
+    def deviations(self) -> Tensor:
+        return self.function.deviations()[..., self.columns]
+
+    def white(self, num_outputs: int) -> Tensor:
+        return self.function.white(num_outputs)
 
 
 class Solves(Protocol):
@@ -177,19 +249,35 @@ class DenseCovariance(FunctionCovariance):
     def blocks(self) -> Float[Tensor, "N C C"]:
         features = self.features
         most = max(1, int(BLOCK_BYTES / (16 * features.num_outputs * features.size)))
-        blocks = []
-        for batch in torch.arange(features.num_data).split(min(most, features.batch_size)):
-            rows = self._rows_of.rows(batch).double() * self.prior.scale.double()
-            solved = self.factor.solve(rows.flatten(0, 1)).reshape(rows.shape)
-            block = rows @ solved.mT
-            blocks.append((block + block.mT) / 2)
-        return torch.cat(blocks)
+        batches = torch.arange(features.num_data).split(min(most, features.batch_size))
+        blocks = torch.cat([self._blocks(batch) for batch in batches])
+        return (blocks + blocks.mT) / 2
+
+    def _blocks(self, batch: Tensor) -> Float[Tensor, "n C C"]:
+        """The blocks of some data, symmetric up to rounding."""
+        rows = self._rows_of.rows(batch).double() * self.prior.scale.double()
+        return rows @ self.factor.solve(rows.flatten(0, 1)).reshape(rows.shape).mT
 
     def joint(self) -> Float[Tensor, "NC NC"]:
         rows = torch.cat([self._rows_of.rows(batch).double() for batch in self.features.chunks()]).flatten(0, 1)
         rows = rows * self.prior.scale.double()
         covariance = rows @ self.factor.solve(rows).T
         return (covariance + covariance.T) / 2
+
+
+@dataclass(frozen=True)
+class CurvatureCovariance(DenseCovariance):
+    """`φ(x) (M̂ + A)⁻¹ φ(x)ᵀ`, by layers of the network where these hold all weights."""
+
+    factor: Inverse
+
+    def _blocks(self, batch: Tensor) -> Float[Tensor, "n C C"]:
+        known = self.factor.curvature, self.factor.spread, self.prior.scale
+        if has_covariances_by_layers(*known) and (rows := self.features.rows_by_layers(batch)) is not None:
+            found = covariances_by_layers(known[0], rows, *known[1:])
+            if found is not None:
+                return found
+        return super()._blocks(batch)
 
 
 @dataclass(frozen=True)
@@ -226,4 +314,4 @@ def factored_covariance(features: Features, prior: GaussianPrior, curvature: Cur
     """The covariance of a factored posterior at some inputs, from those of a linear layer if features are of one."""
     if head_of(features) is not None and len(prior.precision) == 1 and has_head_covariances(curvature):
         return HeadCovariance(features, prior, curvature)
-    return DenseCovariance(features, prior, Inverse(curvature, prior.spread()))
+    return CurvatureCovariance(features, prior, Inverse(curvature, prior.spread()))

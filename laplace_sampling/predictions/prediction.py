@@ -23,29 +23,75 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.predictions.conformal import SplitConformal, check_level, rounding
-from laplace_sampling.predictions.function_covariance import FunctionCovariance, OfOutputs
+from laplace_sampling.predictions.function_covariance import Function, FunctionCovariance, OfOutputs
 
 
 @dataclass(frozen=True)
 class Prediction(ABC):
     """A prediction at some inputs. Outputs keep the shape that the network gives them, `[N, ...]`.
 
-    After an exact fit, covariances are those of `function`, without sampling noise; otherwise those of the samples. So
-    are variances, except of outputs that are measured (`Gaussian(observe=T)`) and more than the samples.
+    Where the posterior has a closed form, covariances are those of `function`, without sampling noise; otherwise those
+    of the samples. So are variances, except of outputs that are measured (`Gaussian(observe=T)`) and more than the
+    samples.
+
+    What is said of each datum by itself, as probabilities, entropies and `log_prob`, are means over draws of its
+    outputs from their covariance, if that is known and cheaper than samples. `samples`, `deviations` and
+    `joint_log_prob` are joint over inputs: they are computed by samples of all weights when they are asked for.
 
     Attributes:
         outputs: the outputs of the network.
-        deviations: `φ(x) ζ_k` of each sample, `[K, N, ...]`.
+        sampled: `φ(x) ζ_k` of each sample, `[K, N, ...]`; `None` if `function` gives them when they are asked for.
         likelihood: the likelihood of the targets.
         function: the covariance of the function, if it is known without samples.
         conformal: scores of the data of `calibrate_conformal`.
+        ranks: among the training data, after `calibrate_novelty`.
     """
 
     outputs: Tensor
-    deviations: Tensor
+    sampled: Tensor | None
     likelihood: Likelihood
     function: FunctionCovariance | None = field(default=None, kw_only=True)
     conformal: SplitConformal | None = field(default=None, kw_only=True)
+    ranks: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def novelty(self) -> Float[Tensor, " N"]:
+        """How unlike the training data a datum is, in [0, 1]; a larger number is stranger.
+
+        `1 − novelty` is a p-value of "this datum is like the training data": of new data that are, a share `q` has a
+        novelty above `1 − q`, up to what the network has learnt by heart (`LinearisedLaplace.calibrate_novelty`).
+
+        Raises:
+            ValueError: before `calibrate_novelty`.
+        """
+        if self.ranks is None:
+            raise ValueError(
+                "`novelty` ranks inputs among the training data: call `la.calibrate_novelty(train_loader)`, and "
+                "`predict(x)` again. That of several heads is an attribute of the prediction of all of them."
+            )
+        return self.ranks
+
+    @property
+    def deviations(self) -> Float[Tensor, "K N *C"]:
+        """`φ(x) ζ_k` of each sample: row `k` is of one function at all inputs (joint over inputs)."""
+        return self._of_function.deviations().reshape(-1, *self.outputs.shape) if self.sampled is None else self.sampled
+
+    @cached_property
+    def _draws(self) -> Float[Tensor, "K N *C"]:
+        """Deviations of the outputs of each datum by itself."""
+        if self.sampled is not None:
+            return self.sampled
+        return self._of_function.draws().to(self.outputs).reshape(-1, *self.outputs.shape)
+
+    @property
+    def _of_function(self) -> Function:
+        assert isinstance(self.function, Function)
+        return self.function
+
+    @property
+    def _num_samples(self) -> int:
+        """`K`, of samples and of draws."""
+        return self._of_function.num_samples if self.sampled is None else len(self.sampled)
 
     @cached_property
     def samples(self) -> Float[Tensor, "K N *C"]:
@@ -55,8 +101,11 @@ class Prediction(ABC):
 
     @property
     def _mirrored(self) -> Float[Tensor, "2K N *C"]:
-        """Samples and their mirror images `f − φζ_k`, as likely: in means over both, odd terms of the noise cancel."""
-        return torch.cat([self.outputs + self.deviations, self.outputs - self.deviations])
+        """Draws and their mirror images, as likely: in means over both, odd terms of the noise cancel."""
+        return self._mirrored_at(self._draws)
+
+    def _mirrored_at(self, deviations: Tensor) -> Tensor:
+        return torch.cat([self.outputs + deviations, self.outputs - deviations])
 
     @property
     def variance(self) -> Float[Tensor, "N *C"]:
@@ -130,10 +179,10 @@ class Prediction(ABC):
         """What `calibrate_conformal` left, if it is of predictions with as many samples and targets."""
         check_level(call, level)
         seen = self.conformal
-        if seen is not None and (seen.num_samples, seen.num_targets) != (len(self.deviations), num_targets):
+        if seen is not None and (seen.num_samples, seen.num_targets) != (self._num_samples, num_targets):
             raise ValueError(
                 f"`{call}`: `calibrate_conformal` saw predictions of {seen.num_samples} samples and {seen.num_targets} "
-                f"targets, and this one has {len(self.deviations)} samples and {num_targets} targets: call "
+                f"targets, and this one has {self._num_samples} samples and {num_targets} targets: call "
                 "`predict(x)` without `num_samples` and `accuracy`, and `calibrate_conformal` with such data."
             )
         return self.conformal
@@ -176,19 +225,19 @@ class SampledPrediction(Prediction):
         `Σ_c y_c log p_c` with the mean probabilities `p`, minus the cross-entropy. For several soft labels, such as
         those of pixels, it is the logarithm of the mean over samples of `exp Σ y_c log p_c`.
         """
-        draws, likelihood, targets = self._drawn(y)
+        draws, likelihood, targets = self._drawn(y, self._mirrored)
         return likelihood.mean_log_prob(draws, targets)
 
     def joint_log_prob(self, y: Any) -> Tensor:
         """`log (1/2K) Σ_k Σ_± Π_n p(y_n | f(x_n) ± φ(x_n)ζ_k)`: all targets jointly, a scalar (paper G.2.1)."""
         # The sum over data is inside the mean over samples: one sample is one function at all inputs.
-        draws, likelihood, targets = self._drawn(y)
+        draws, likelihood, targets = self._drawn(y, self._mirrored_at(self.deviations))
         return (-likelihood.loss(draws, targets)).sum(-1).logsumexp(0) - math.log(len(draws))
 
-    def _drawn(self, y: Any) -> tuple[Float[Tensor, "2K N C"], Likelihood, Tensor]:
+    def _drawn(self, y: Any, draws: Tensor) -> tuple[Float[Tensor, "2K N C"], Likelihood, Tensor]:
         """Draws of the flattened outputs, the likelihood of these, and targets."""
         likelihood, targets = self._prepared(y, "log_prob(y)", some_given=False)
-        return flattened(self._mirrored, 2), likelihood, targets.to(self.outputs.device)
+        return flattened(draws, 2), likelihood, targets.to(self.outputs.device)
 
 
 class _Intervals(Prediction):
@@ -268,12 +317,12 @@ class RegressionPrediction(_Intervals):
 
     def distribution(self) -> LowRankMultivariateNormal | MultivariateNormal:
         """The distribution of new observations, with noise: for each input a Gaussian over its flattened outputs."""
-        shape = self._flat.shape[1:]
+        shape = flattened(self.outputs).shape
         mean, noise = self.outputs.reshape(shape), self.noise_variance
         noise = noise.reshape(shape) if self.noise_scale is not None else noise.flatten().expand(shape)
         if self.function is not None:
             return MultivariateNormal(mean, self._blocks + torch.diag_embed(noise))
-        factor = self._flat.permute(1, 2, 0) / math.sqrt(len(self.deviations))
+        factor = self._flat.permute(1, 2, 0) / math.sqrt(self._num_samples)
         # Torch's checks of arguments fail for a batch of no data.
         return LowRankMultivariateNormal(mean, factor, noise, validate_args=None if len(mean) else False)
 
@@ -285,7 +334,7 @@ class RegressionPrediction(_Intervals):
         """
         targets = self._prepared(y, "log_prob(y)", some_given=False)[1].to(self.outputs)
         given = ~targets.isnan()
-        if self._flat.shape[-1] == 1:
+        if flattened(self.outputs).shape[-1] == 1:
             # Of one output the variance is all there is: no matrix to factorise, which fails where it is infinite.
             variance = self.observation_variance
             squares = (targets.reshape(self.outputs.shape) - self.outputs) ** 2
@@ -398,7 +447,7 @@ class ClassificationPrediction(SampledPrediction):
 
     def _conditioned_on_zero_sum(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of the logits given that those of a position sum to zero, as a Dirichlet's do."""
-        outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
+        outputs, draws = self._classes(self.outputs), self._classes(self._draws)
         # From samples, cov(f, Σf) and var(Σf) need no C × C matrix.
         if self.function is not None:
             if outputs.shape[1] > 1:
@@ -458,7 +507,7 @@ class ClassificationPrediction(SampledPrediction):
         chosen = self._class_log_probs.gather(-1, labels[..., None].to(self.outputs.device))[..., 0]
         # A log probability moves by twice as much as the logits, at most.
         of_outputs, of_deviations = rounding(self.outputs)
-        raised = 2 * (of_outputs + of_deviations * float(self.deviations.abs().max())) - chosen
+        raised = 2 * (of_outputs + of_deviations * float(self._draws.abs().max())) - chosen
         return raised.where(given.to(chosen.device), torch.nan)
 
     @property
@@ -487,7 +536,7 @@ class ClassificationPrediction(SampledPrediction):
         right or not. This ratio hardly changes if log-odds above one and their error bars become twice as large.
         `docs/decisions.md` compares them.
         """
-        outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
+        outputs, draws = self._classes(self.outputs), self._classes(self._draws)
         top = outputs.argmax(-1, keepdim=True)
         outputs, draws = (v - v.gather(-1, top.expand(*v.shape[:-1], 1)) for v in (outputs, draws))
         odds, variance = (outputs**2).sum(-1), (draws**2).mean(0).sum(-1)
@@ -592,21 +641,23 @@ def check_quantities(call: str, names: Sequence[str] | None, likelihood: Likelih
 
 def make_prediction(
     outputs: Float[Tensor, "N *C"],
-    deviations: Float[Tensor, "K N *C"],
+    sampled: Float[Tensor, "K N *C"] | None,
     likelihood: Likelihood,
     *,
     function: FunctionCovariance | None = None,
     conformal: SplitConformal | None = None,
+    ranks: Tensor | None = None,
     **noise: Any,
 ) -> Prediction:
     """The prediction of the kind that a likelihood has.
 
     Args:
         outputs: the outputs of the network.
-        deviations: deviations of samples from them.
+        sampled: deviations of samples from them; `None` if `function` gives them.
         likelihood: the likelihood of targets.
         function: the covariance of the function, if it is known without samples.
         conformal: scores of data.
+        ranks: of inputs among the training data.
         noise: `noise_scale` and `has_noise` of a `RegressionPrediction`.
     """
     kind = kind_of(likelihood)
@@ -614,24 +665,24 @@ def make_prediction(
     if kind is RegressionPrediction:
         options = noise
     if isinstance(likelihood, MultiTask):
-        options = {"heads": _heads(outputs, deviations, likelihood, function)}
-    return kind(outputs, deviations, likelihood, function=function, conformal=conformal, **options)
+        options = {"heads": _heads(outputs, sampled, likelihood, function)}
+    return kind(outputs, sampled, likelihood, function=function, conformal=conformal, ranks=ranks, **options)
 
 
 def _heads(
     outputs: Float[Tensor, "N C"],
-    deviations: Float[Tensor, "K N C"],
+    sampled: Float[Tensor, "K N C"] | None,
     likelihood: MultiTask,
     function: FunctionCovariance | None,
 ) -> dict[str, Any]:
     """The prediction of each head, from its columns of the flattened outputs."""
     layout = likelihood.layout
     assert layout is not None
-    parts, deviation_parts = layout.split(outputs), layout.split(deviations)
+    parts, sampled_parts = layout.split(outputs), {} if sampled is None else layout.split(sampled)
     ends = [0, *itertools.accumulate(layout.sizes)]
     heads = {}
     for number, (name, family) in enumerate(likelihood.heads.items()):
         columns = slice(ends[number], ends[number + 1])
-        part = None if function is None else OfOutputs(function, columns, layout.size)
-        heads[name] = make_prediction(parts[name], deviation_parts[name], family, function=part)
+        part = OfOutputs(function, columns, layout.size) if isinstance(function, Function) else None
+        heads[name] = make_prediction(parts[name], sampled_parts.get(name), family, function=part)
     return heads

@@ -95,9 +95,10 @@ def test_tensors_are_all_of_it() -> None:
     assert found.dimension(0.3) == low.dimension(0.3)
 
 
-@pytest.mark.parametrize("accuracy", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("accuracy", [0.6, 6e-2, 6e-3])
 def test_standard_deviations_are_as_accurate_as_was_asked_for(accuracy: float) -> None:
-    """At the rows the sum of variances grows by twice the accuracy at most, and with a rank less by more."""
+    """At the rows the sum of variances grows by a third of the accuracy at most, which is less than any direction has;
+    with a rank less by more, or a direction by more than three times the accuracy."""
     sketch, M = made(45)
     shift, G = 5.0, sketch.rows
     rows = torch.cat(G) * sketch.weights.sqrt()[:, None]
@@ -107,9 +108,11 @@ def test_standard_deviations_are_as_accurate_as_was_asked_for(accuracy: float) -
     for rank, holds in ((low.rank, True), (low.rank - 1, False)):
         less = LowRank(low.factor[:rank], low.spectrum)
         growth = float((less.solve(rows, shift) * rows).sum() / exact) - 1
-        assert (0 <= growth <= 2 * accuracy) == holds
+        left_out = float(low.spectrum[rank]) / shift
+        assert (0 <= growth <= accuracy / 3 and left_out <= 6 * accuracy) == holds
     assert low.dimension(shift) == pytest.approx(float(exact), rel=1e-9)
-    assert sketch.low_rank(shift, accuracy, least=P).rank == P
+    for few in (1, 7):
+        assert sketch.low_rank(shift, accuracy, few * 8 * P).rank == few
 
 
 def test_eigenvectors_are_in_float64_where_rounding_would_count() -> None:
@@ -264,6 +267,7 @@ def test_a_part_is_compared_with_its_half_under_the_noise_that_is_asked_for(nois
     assert part.change == pytest.approx(expected.change_at(float(prior.precision)))
     # The correction of both is that of the precision.
     eye = torch.eye(asked.size, dtype=torch.float64)
+    part = replace(part, tolerance=0.0)
     assert_close(part.of(asked, prior).matmul(eye), expected.made[-1].low_rank(2.0, 0.0).matmul(eye))
 
 

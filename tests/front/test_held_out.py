@@ -31,7 +31,8 @@ from laplace_sampling import (
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model import held_out
-from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.methods.problem import Budget
+from laplace_sampling.predictions.calibration import Calibration, calibrate
 
 
 def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -65,7 +66,9 @@ def test_validation_data_choose_scale_and_temperature(tmp_path: Path) -> None:
     assert_close(pred.logits, la.network(valid[0]) / la.temperature_)
 
     def loss(scale: float, temperature: float, x: Tensor, y: Tensor) -> float:
-        f, d = la.network(x), math.sqrt(scale) * la.network.jvp(x, la.samples_)
+        # Draws of the outputs from their covariance, by which probabilities are predicted.
+        drawn = la.predict(x)._draws * la.temperature_ / math.sqrt(la.scale_)
+        f, d = la.network(x), math.sqrt(scale) * drawn
         p = (torch.cat([f + d, f - d]) / temperature).softmax(-1).mean(0)
         return -float((p[torch.arange(len(y)), y]).log().mean())
 
@@ -86,6 +89,23 @@ def test_validation_data_choose_scale_and_temperature(tmp_path: Path) -> None:
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
     assert (loaded.scale_, loaded.temperature_) == (la.scale_, la.temperature_)
     assert_close(loaded.predict(test[0]).probs, la.predict(test[0]).probs, rtol=0, atol=0)
+
+
+def test_a_small_budget_takes_the_temperature_from_all_validation_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Error bars are computed at some of them, but their labels are all counted."""
+    model, train, valid = overfitted()
+    found = []
+    for free in (1e5, 1e12):
+        monkeypatch.setattr(Budget, "FREE", free)
+        la = LinearisedLaplace(model, "classification", prior="isotropic", method="kfac")
+        la.fit_hyperparameters([train], [valid], budget=1.0, progress=False)
+        found.append(la)
+    drawn = [la._require("test").fit.task.selection.model.num_data for la in found]
+    assert drawn[0] < 100 < drawn[1] == 600
+    few, every = (math.log(la.temperature_) for la in found)
+    by_few = calibrate(Categorical(), valid[1][:50], found[1].network(valid[0][:50]), torch.zeros(1, 50, 3))
+    assert abs(math.log(by_few.temperature) - every) > 0.2
+    assert abs(few - every) < 0.1
 
 
 @pytest.mark.parametrize("method", ["exact", "krylov"])
@@ -341,10 +361,12 @@ def test_validation_data_scale_error_bars_with_any_likelihood() -> None:
     model, x, y = counts_of(0)
     la = LinearisedLaplace(model, "poisson", method="exact", prior=IsotropicPrior(precision=1e-4), num_samples=64)
     la.fit([(x[:8], y[:8])], progress=False)
-    before = la.predict(x[100:]).log_prob(y[100:]).mean()
-    la.calibrate([(x[8:100], y[8:100])])
+    held = x[8:100], y[8:100]
+    before = la.predict(held[0]).log_prob(held[1]).mean()
+    la.calibrate([held])
     assert la.temperature_ == 1.0
-    assert la.predict(x[100:]).log_prob(y[100:]).mean() > before
+    # By more than what a scale of one has for itself.
+    assert la.predict(held[0]).log_prob(held[1]).mean() > before + math.log(la.scale_) ** 2 / 8 / 92
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")

@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace_sampling import Data, Gaussian, LinearisedLaplace
 
 # Of these the first axis is that of the samples.
-SAMPLED = ("samples", "deviations")
+SAMPLED = ("samples", "deviations", "sampled")
 
 
 def assert_no_rows(none: Any, some: Any, axis: int = 0) -> None:

@@ -105,6 +105,33 @@ def test_scale_and_temperature_of_held_out_labels() -> None:
     assert found.temperature == pytest.approx(1.0, rel=0.15)
 
 
+def test_error_bars_of_some_data_stand_for_those_of_all() -> None:
+    """Copies of the data without deviations are worth as much as copies with them."""
+    y, f, d = torch.arange(40) % 4, 3 * normal(40, 4), 2 * normal(6, 40, 4, seed=1)
+    copies = 5
+    every, outputs = y.repeat(copies), f.repeat(copies, 1)
+    for free in (("temperature",), ("scale", "temperature")):
+        few = calibrate(Categorical(), every, outputs, d, free)
+        all_of_them = calibrate(Categorical(), every, outputs, d.repeat(1, copies, 1), free)
+        assert few.temperature > 1.2
+        assert few.num_data == 40 * copies
+        for name in ("temperature", "scale", "log_likelihood", "network_log_likelihood"):
+            assert_close(getattr(few, name), getattr(all_of_them, name), rtol=1e-3, atol=1e-6)
+
+
+def test_a_temperature_is_that_of_all_data_where_error_bars_do_nothing() -> None:
+    y, f = torch.arange(400) % 4, 3 * normal(400, 4)
+    narrow = torch.zeros(2, 10, 4, dtype=torch.float64)
+    found = calibrate(Categorical(), y, f, narrow, ("temperature",)).temperature
+
+    def loss(log: float) -> float:
+        return float(F.cross_entropy(f / math.exp(log), y, reduction="sum")) + 2 * log**2
+
+    best = minimize_scalar(loss, bounds=(0.0, 3.0), method="bounded", options={"xatol": 1e-5})
+    assert_close(math.log(found), float(best.x), rtol=2e-3, atol=1e-3)
+    assert abs(found / calibrate(Categorical(), y[:10], f[:10], narrow, ("temperature",)).temperature - 1) > 0.05
+
+
 def test_scale_and_noise_of_held_out_targets() -> None:
     """Errors of variance `4 v + 0.25` where `v` varies: both factors are found, up to their error for 20,000 data."""
     v = torch.logspace(-2, 1, 20_000, dtype=torch.float64)[:, None]

@@ -53,7 +53,7 @@ def test_regression_moments(shape: tuple[int, ...], noise) -> None:
 @pytest.mark.parametrize("shape", [(5, 1), (5,)])
 def test_the_density_of_one_output_takes_no_factorisation(shape: tuple[int, ...]) -> None:
     pred = regression(shape=shape)
-    infinite = replace(pred, deviations=pred.deviations * math.inf)
+    infinite = replace(pred, sampled=pred.deviations * math.inf)
     assert infinite.log_prob(randn(*shape, seed=4)).tolist() == [-math.inf] * 5
 
 
@@ -173,7 +173,8 @@ def test_epistemic_of_classes_is_the_formula() -> None:
     for n in range(len(case.x)):
         f, top = pred.logits[n], int(pred.logits[n].argmax())
         others = [c for c in range(4) if c != top]
-        variance = sum(((pred.samples[:, n, top] - pred.samples[:, n, c] - f[top] + f[c]) ** 2).mean() for c in others)
+        V = pred.covariance()[n]
+        variance = sum(V[top, top] + V[c, c] - 2 * V[top, c] for c in others)
         size = sum(1 + (f[top] - f[c]) ** 2 for c in others)
         assert_close(pred.epistemic[n], entropy[n].exp() * variance / size)
 
@@ -185,8 +186,7 @@ def test_epistemic_has_the_shape_of_the_entropy(name: str) -> None:
     assert pred.epistemic.shape == pred.entropy.shape
     assert (pred.epistemic > 0).all()
     if name == "binary":
-        ratio = (pred.deviations**2).mean(0)
-        assert_close(pred.epistemic, pred.entropy.exp() * ratio / (1 + pred.logits**2))
+        assert_close(pred.epistemic, pred.entropy.exp() * pred.variance / (1 + pred.logits**2))
 
 
 def test_epistemic_does_not_depend_on_the_size_of_features() -> None:
