@@ -44,7 +44,7 @@ from torch import Tensor, zeros_like
 
 from laplace_sampling.hyperparameters.covariance_path import CovariancePath, by_rows, function_draws, num_samples
 from laplace_sampling.hyperparameters.hyperparameters import Hyperparameters, in_one_step, mackay_root
-from laplace_sampling.hyperparameters.left_out_folds import left_out_temperature
+from laplace_sampling.hyperparameters.known_accuracy import temperature_of
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
@@ -245,12 +245,8 @@ class LossRise(Selection):
 
     def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
         tried = 6 if rough else 3  # by bisection of a grid of 40, and near a known precision
-        fixed = self._fixed_vjps(features)
+        fixed = self.num_vjps(features)
         return search_cost(features, self.num_data(features), self._DRAWS, tried, fixed_vjps=fixed)
-
-    def _fixed_vjps(self, features: Features) -> int:
-        """VJPs besides draws of the function; a JVP counts as one."""
-        return self.num_vjps(features) + (0 if self.accuracy is None else 2 * features.num_data)
 
     def select(
         self,
@@ -299,11 +295,11 @@ class LossRise(Selection):
                 return known, 0
         T, problems = 1.0, []
         if self.accuracy is not None:
-            T, problems = left_out_temperature(model, prior.scale, self.accuracy, seed, self.in_order)
+            T, problems = temperature_of(model, self.accuracy, seed)
         divided = replace(model, network_outputs=model.network_outputs / T)
         known = _Known(self.share_used(divided, prior, seed), T, problems)
         self._known[:] = [(model, prior, known)]
-        return known, self._fixed_vjps(model.features)
+        return known, self.num_vjps(model.features)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,14 @@ def _self_consistent() -> dict[str, Tensor]:
     return results(network(C), "classification", labels(), fit, method="subset")[1]
 
 
+def _with_accuracy() -> dict[str, Tensor]:
+    warnings.simplefilter("ignore")
+    where = {"process_group": dist.group.WORLD} if dist.is_initialized() else {}
+    la = LinearisedLaplace(network(C), "classification", method="subset", num_samples=6, **where)
+    la.fit_hyperparameters(DataLoader(TensorDataset(inputs(), labels()), 3), accuracy=0.6, progress=False)
+    return {"temperature": torch.tensor(la.temperature_), "precision": la.prior_precision_}
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(inputs(), labels(), strict=True)
@@ -165,6 +173,7 @@ CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "noise by output": _noise_by_output,
     "loss without curvature": _flat_loss,
     "self-consistency": _self_consistent,
+    "accuracy": _with_accuracy,
     "last layer of a stream": _last_layer_of_stream,
 }
 

@@ -155,6 +155,16 @@ def test_a_fit_goes_on_from_any_moment(name: str, path: Path, kills: Any) -> Non
     goes_on(name, path, kills, 0.0, 0.5, 1.0)
 
 
+def test_a_temperature_by_the_accuracy_goes_on(path: Path, kills: Any) -> None:
+    expected = fitted("subset", accuracy=0.6)
+    assert expected.temperature_ != 1
+    killed("subset", path, kills, 3, accuracy=0.6)
+    assert_same(fitted("subset", path, accuracy=0.6), expected)
+    killed("subset", path, kills, 3, accuracy=0.6)
+    with pytest.raises(ValueError, match="another"):
+        fitted("subset", path, accuracy=0.7)
+
+
 def test_fit_at_given_precisions(path: Path, kills: Any) -> None:
     expected = laplace().fit(data(), progress=False)
     kills(3)
