@@ -26,6 +26,8 @@ MODULES = {
     "Plots": "plots/pictures.py",
     "GPyTorch": "gp/tangent_kernel.py",
     "BoTorch": "gp/botorch.py",
+    "Kernels at scale": "kernels/conditioned.py",
+    "Tanimoto kernel": "kernels/tanimoto.py",
     **{path.stem: f"integrations/{path.name}" for path in sorted((PACKAGE / "integrations").glob("[a-z]*.py"))},
 }
 INDEX = """# Public names

@@ -188,7 +188,9 @@ def propagate(
     posterior: Posterior,
     fit: Fit | None,
     program: Program,
-    num_samples: int | None,
+    num_samples: int,
+    seed: int,
+    samples: Callable[[], Float[Tensor, "K P"]],
     check: Callable[[], None],
 ) -> RegressionPrediction:
     """The prediction of what a program computes with the network.
@@ -199,19 +201,21 @@ def propagate(
         fit: with the training data, where these are at hand.
         program: `T`.
         num_samples: use only the first so many of the samples.
+        seed: of draws.
+        samples: draws the samples of the posterior, if they are not there.
         check: raises if the network is another one when covariances are asked for.
     """
     scale, temperature = posterior.calibration.scale, posterior.calibration.temperature
     # Covariances without samples are differences of larger numbers.
     precise = bool(posterior.exact) and network.dtype != torch.float64
     run = _Run(network, program, temperature, precise)
-    deviations = math.sqrt(scale) * run.deviations(posterior.samples[:num_samples])
+    sampled = lambda: run.deviations(samples()[:num_samples])  # noqa: E731
     function = covariance_of(posterior, fit, run) if run.num_observations else None
     value = run.value.detach()
     return RegressionPrediction(
         value,
-        deviations,
+        math.sqrt(scale) * sampled() if function is None else None,
         Gaussian(1.0, learn=False),
-        function=None if function is None else OnRequest(function, check, scale),
+        function=None if function is None else OnRequest(function, check, scale, True, sampled, num_samples, seed),
         noise_scale=torch.zeros_like(value),
     )

@@ -366,10 +366,13 @@ class LinearisedLaplace:
         noise_variances: Tensor | None = None,
         observed: bool = False,
     ) -> RegressionPrediction | Prediction:
-        r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs for each datum and no VJP.
+        r"""Predictions with error bars, by what is cheapest.
 
-        After an exact fit in observation space, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` without sampling noise.
-        They are computed on request, by `C` VJPs for each datum. Samples are there as well.
+        Where the posterior has a closed form, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` without sampling noise,
+        by `C` VJPs for each datum when something first asks for them. Probabilities, entropies, `epistemic` and
+        `log_prob` are means over draws of the outputs of each datum from these, whatever the other data are, if there
+        are no more outputs than samples. `samples` and `joint_log_prob` take `φ(x) ζ_k`, `K` JVPs for each datum when
+        they are asked for. Of other posteriors all is by the samples.
 
         Args:
             x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments. With no
@@ -460,11 +463,15 @@ class LinearisedLaplace:
             ValueError: if what it returns does not depend on `f`; if there are not as many samples; if weights that the
                 fit shares with the model have changed since.
         """
-        posterior = (fitted := self._drawn("propagate")).posterior
-        num_samples = samples_for(num_samples, None, len(posterior.samples), call="propagate")
+        fitted = self._require("propagate")
+        available, seed, samples = fitted.draws(self.settings)
+        num_samples = samples_for(num_samples, None, available, call="propagate")
         self._check_network("propagate")
         check = lambda: self._check_network("propagate")  # noqa: E731
-        return propagate(self.network, posterior, fitted.fit, program, num_samples, check)
+        return propagate(
+            self.network, fitted.posterior, fitted.fit, program, num_samples=num_samples, seed=seed, samples=samples,
+            check=check,
+        )  # fmt: skip
 
     @solver_call
     def predict_loader(

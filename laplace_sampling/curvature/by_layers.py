@@ -67,7 +67,15 @@ def _of_block(block: KroneckerBlock, rows: OfOutputs, s: float) -> Float[Tensor,
     if inputs and block.index.shape == layer.index.shape:
         turned, squares = left @ U_G[0], (inputs[0] @ U_A[0]).square()
         return (turned * (squares @ inverse[0].T)[:, None]) @ turned.mT
+    m, k = layer.index.shape[1:]
+    if inputs and block.index.shape[1] == 1:  # a block that is not factored
+        of_h = inputs[0] @ U_A.reshape(m, k, -1).movedim(1, 0).flatten(1)
+        turned = left @ of_h.unflatten(1, (m, -1))
+        return (turned * inverse[0, 0]) @ turned.mT
     if inputs:
         left = (left[..., None] * inputs[0][:, None, None]).flatten(2)
-    turned = U_G.mT @ left.unflatten(2, block.index.shape) @ U_A
+    turned = left.unflatten(2, block.index.shape)
+    # One product of matrices for all data.
+    turned = (turned.reshape(-1, U_A.shape[1]) @ U_A[0]).view_as(turned) if len(U_A) == 1 else turned @ U_A
+    turned = U_G.mT @ turned if U_G.shape[1] > 1 else turned * U_G
     return (turned * inverse).flatten(2) @ turned.flatten(2).mT

@@ -341,7 +341,8 @@ class LayerRun:
 
     def gradients_of_outputs(self, uses: list[Use]) -> list[Tensor | None]:
         """Each output pulled back to the outputs of operations, `[C, ...]`."""
-        eye, edges = torch.eye(self.f.shape[1], dtype=self.f.dtype, device=self.f.device), [use.edge for use in uses]
+        eye = torch.eye(self.f.shape[1], dtype=self.f.dtype, device=self.f.device)
+        edges: list[Any] = [use.edge for use in uses]
         largest = self.network.batching.largest_tensor(self.network.shell.forward, self.x)
         parts = self.network.ways.pull(self.f, edges, eye[:, None].expand(-1, *self.f.shape), largest)
         return [_stacked(of_use) for of_use in zip(*parts, strict=True)]

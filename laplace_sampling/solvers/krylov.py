@@ -20,10 +20,12 @@ from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.preconditioners import Preconditioner
 from laplace_sampling.solvers.solver import (
     IterativeSolver,
+    LeastResidual,
     Minimum,
     Objective,
     Quadratic,
     Solution,
+    dual_error,
     function_error,
     progress_bar,
     relative_residual,
@@ -312,6 +314,7 @@ class _Iterates:
         self.residual = problem.linear - self.product - problem.precision * self.delta
         self.error = torch.zeros(len(start), dtype=torch.float64, device=start.device)
         self.latest: Tensor | None = None
+        self.least = LeastResidual(self.delta, self.residual) if problem.dual else None
 
     def move(self, rows: Tensor, step: Tensor, product: Tensor) -> None:
         self.delta[rows] += step
@@ -332,11 +335,20 @@ class _Iterates:
         self.latest = (y / norm.clamp_min(torch.finfo(torch.float64).tiny))[norm[:, 0] > 0]
 
     def update_error(self, rows: Tensor) -> Tensor:
+        if self.least is not None:
+            self.least.take(self.delta[rows], self.residual[rows], rows)
+            residual = self.least.residual[rows]
+            product = self.problem.linear[rows] - self.shift * self.least.delta[rows] - residual
+            self.error[rows] = dual_error(residual, product)
+            return self.error[rows]
         zeta = self.problem.centre[rows] + self.delta[rows]
         self.error[rows] = function_error(self.residual[rows], zeta, self.product[rows], self.shift)
         return self.error[rows]
 
     def solution(self, undo: Tensor, tolerance: float) -> Solution:
+        if self.least is not None:
+            self.delta = self.least.delta
+            self.product = self.problem.linear - self.shift * self.delta - self.least.residual
         zeta = self.problem.centre + self.delta
         residual = relative_residual(self.product - self.problem.linear, self.shift * self.delta)
         converged = bool((self.error <= tolerance).all())

@@ -59,6 +59,10 @@ class Operator(ABC):
         """A random row `g_i` of each datum of a batch, with `E[g_i g_iᵀ] = Mᵢ`: half a product a datum."""
         raise NotImplementedError(f"{type(self).__name__} has no `random_rows`, which `SVRG` needs.")
 
+    def scaled(self, w: Float[Tensor, " P"]) -> "Operator":
+        """`WMW`, `W = diag(w)`."""
+        return Congruent(self, lambda v: v * w)
+
     def matrix(self) -> Float[Tensor, "P P"] | None:
         """`M` in full, in float64, where it is held for whoever asks again."""
         return None

@@ -185,17 +185,17 @@ class Nystrom(Preconditioner):
         for part, indices in zip(rows.split(_ROWS_TOGETHER), data.split(_ROWS_TOGETHER), strict=True):
             part.copy_(operator.random_rows(indices, generator))
         rows *= weights.sqrt().to(rows)[:, None]
-        return cls._of_factor(rows, max_rank, len(data) / (2 * operator.num_data))
+        return cls.of_factor(rows, max_rank, len(data) / (2 * operator.num_data))
 
     @classmethod
     def of_root(cls, operator: Operator, *, max_rank: int) -> "Nystrom":
         """The leading eigenvectors of `M` itself, from all its rows, for few data: half a pass for each output."""
         rows = torch.cat(list(operator.root_rows()))
-        return cls._of_factor(rows, max_rank, len(rows) / (2 * operator.num_data))
+        return cls.of_factor(rows, max_rank, len(rows) / (2 * operator.num_data))
 
     @classmethod
-    def _of_factor(cls, rows: Float[Tensor, "n P"], max_rank: int, passes: float) -> "Nystrom":
-        """The leading eigenvectors of `RᵀR`."""
+    def of_factor(cls, rows: Float[Tensor, "n P"], max_rank: int, passes: float) -> "Nystrom":
+        """The leading eigenvectors of `RᵀR`, for which `passes` were spent."""
         num_rows, size, dtype = *rows.shape, rows.dtype
         # The smaller of the two Gram matrices; both have the eigenvalues of the sum.
         wide = num_rows <= size

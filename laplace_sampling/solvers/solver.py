@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_sampling.solvers.operator import Congruent, Operator, geometric_mean, row_products, tiny
+from laplace_sampling.solvers.operator import Operator, geometric_mean, row_products, tiny
 
 # In a notebook bars are widgets, which need no terminal.
 _IN_NOTEBOOK = any(kind.__name__ == "tqdm_notebook" for kind in tqdm.__mro__)
@@ -64,12 +64,15 @@ class Quadratic:
         precision: the diagonal of `A`, `[P]`.
         centre: `θ⁰`.
         linear: `u`.
+        dual: whether `ζ` are coefficients of a function that is `Mζ` itself at the data, as with `M` a kernel matrix
+            and `A` the noise: the error of a solution is then that of `Mζ`.
     """
 
     operator: Operator
     precision: Float[Tensor, " P"]
     centre: Float[Tensor, "K P"]
     linear: Float[Tensor, "K P"]
+    dual: bool = False
 
     def gradient(self, delta: Float[Tensor, "K P"], batch: Tensor) -> Float[Tensor, "K P"]:
         """An unbiased estimate of the gradient at `ζ = θ⁰ + δ` from a mini-batch."""
@@ -111,7 +114,8 @@ class Solution:
         converged: whether all residuals are below the solver's tolerance.
         exact: whether `leverage` is the diagonal itself.
         error: one a row, a bound of the error of the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`
-            (see `function_error`); of `SVRG` an estimate.
+            (see `function_error`); of `SVRG` an estimate. For a dual problem `‖M(ζ − ζ*)‖ / ‖Mζ‖`, with data weighted
+            by the roots of their precisions.
     """
 
     value: Float[Tensor, "K P"]
@@ -134,13 +138,17 @@ class Minimum:
     converged: bool
 
 
-class Solver(ABC):
-    """Solves both problems. `init` is a warm start: `δ` for `solve`, `θ` for `minimise`."""
+class QuadraticSolver(ABC):
+    """Solves a `Quadratic`; `init` is a warm start `δ`."""
 
     @abstractmethod
     def solve(
         self, problem: Quadratic, init: Float[Tensor, "K P"] | None = None, *, description: str | None = None
     ) -> Solution: ...
+
+
+class Solver(QuadraticSolver):
+    """Solves both problems; for `minimise`, `init` is `θ`."""
 
     @abstractmethod
     def minimise(
@@ -194,6 +202,44 @@ def function_error(
     return torch.where(squared > 0, (squared / energy.clamp_min(tiny(energy))).sqrt(), 0.0)
 
 
+def dual_error(residual: Float[Tensor, "K P"], product: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:
+    r"""`‖M(ζ − ζ*)‖ / ‖Mζ‖` of the rows of a dual problem with `A = αI`.
+
+    A bound: with residual `r = (M + α)(ζ* − ζ)`, `M(ζ* − ζ) = M(M + α)⁻¹r`, and `M(M + α)⁻¹ < I`.
+
+    Args:
+        residual: `r`.
+        product: `Mζ`.
+    """
+    norm = residual.norm(dim=1).double()
+    return torch.where(norm > 0, norm / product.norm(dim=1).clamp_min(tiny(product)), 0.0)
+
+
+class LeastResidual:
+    """On the line from the state that is kept to each new one, the state of the least residual, for each row.
+
+    It makes any iteration one that never returns more than it was given, at no product (residual smoothing,
+    Schönauer). Early conjugate gradients of an ill-conditioned kernel matrix are worse than no data without it.
+
+    Attributes:
+        delta: `δ`.
+        residual: `u − M(θ⁰ + δ) − Aδ`.
+    """
+
+    def __init__(self, delta: Float[Tensor, "K P"], residual: Float[Tensor, "K P"]) -> None:
+        self.delta, self.residual = delta.clone(), residual.clone()
+
+    def take(self, delta: Float[Tensor, "k P"], residual: Float[Tensor, "k P"], rows: Any = slice(None)) -> None:
+        """Moves some rows towards a new state of them."""
+        start, kept = self.delta[rows], self.residual[rows]
+        step, change = delta - start, residual - kept
+        length = -(kept * change).sum(1, keepdim=True) / (change * change).sum(1, keepdim=True)
+        # A state that is not finite, or the same one again.
+        sound = length.isfinite() & step.isfinite().all(1, keepdim=True)
+        self.delta[rows] = torch.where(sound, start + length * step, start)
+        self.residual[rows] = torch.where(sound, kept + length * change, kept)
+
+
 def whitening(precision: Float[Tensor, " P"], mean: float | None = None) -> tuple[float, Float[Tensor, " P"]]:
     """`α` and `w` for which `A = αI` in coordinates `ζ/w`; `α` is the geometric mean of `A` unless it is given."""
     # The product of `w` is one with the geometric mean, so that log determinants need no correction.
@@ -209,7 +255,7 @@ def whiten(problem: Quadratic, mean: float | None = None) -> tuple[Quadratic, fl
     alpha, w = whitening(precision, mean)
     white = replace(
         problem,
-        operator=Congruent(problem.operator, lambda v: v * w),
+        operator=problem.operator.scaled(w),
         precision=torch.full_like(precision, alpha),
         centre=problem.centre / w,
         linear=problem.linear * w,

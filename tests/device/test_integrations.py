@@ -6,18 +6,20 @@ Trainers of Lightning, transformers and Accelerate ask torch for a real device. 
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import gpytorch
 import pytest
 import torch
 from cases import make_case
+from gaussian_processes import KERNELS, inputs, model
 from pretended_device import pretended_device
 from torch import Tensor, nn
 
 from laplace_sampling import Evidence, LinearisedLaplace
 from laplace_sampling.gp.tangent_kernel import TangentGP
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
+from laplace_sampling.kernels import condition
 
 
 def same_on_both(function: Callable[[nn.Module], dict[str, Tensor]], model: nn.Module) -> None:
@@ -48,6 +50,22 @@ def test_a_process_of_gpytorch(dense_size: int) -> None:
         return {"loss": loss.detach(), "gradient": gradient, "mean": prediction.mean, "variance": prediction.variance}
 
     same_on_both(process, case.model)
+
+
+@pytest.mark.parametrize("solver", ["exact", "cg", "projections", "dual_descent"])
+def test_a_posterior_of_any_kernel(solver: str) -> None:
+    """The model is on the device, the inputs of predictions on the CPU."""
+    gp = model(KERNELS["network and rest"](), n=60, noise=0.3)
+
+    def posterior(gp: nn.Module) -> dict[str, Tensor]:
+        posterior = condition(cast(Any, gp), 3, solver=solver, max_passes=20, tolerance=0.9)
+        x = inputs(5, seed=2)
+        more = posterior.extended(x, x[:, 0])
+        found = {"samples": posterior.samples(x), "mean": more.mean(x), "log_prob": more.log_prob(x, x[:, 0])}
+        assert all(value.is_cpu for value in found.values())
+        return found
+
+    same_on_both(posterior, gp)
 
 
 def test_fits_within_a_training() -> None:

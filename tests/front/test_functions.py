@@ -92,6 +92,19 @@ def test_error_bars_are_those_of_dense_algebra(program: Callable, num: int) -> N
     assert_close(pred.mean, program(model, points).detach().reshape(pred.mean.shape), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+@pytest.mark.parametrize("num", [8, 60], ids=["observation space", "weight space"])
+def test_where_the_data_decide_nearly_all(num: int) -> None:
+    """Covariances are differences of much larger numbers: rows in float32 would be off by percents."""
+    model, (x, y) = mlp(), data(num)
+    precise = 1e10
+    la = fitted(model, x, y, Gaussian(precise, learn=False), method="exact")
+    H = precision(model, x) - ALPHA * torch.eye(la.network.num_parameters, dtype=torch.float64)
+    H = H * (precise / NOISE) + ALPHA * torch.eye(len(H), dtype=torch.float64)
+    expected = covariance(lambda f, x: f(x), model, x[:3], H).diagonal().sqrt()
+    assert_close(la.propagate(lambda f: f(x[:3])).stddev.flatten().double(), expected, rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("num_samples", [3, 80])
 def test_samples_are_those_of_the_rows_by_either_way(program: Callable, num_samples: int) -> None:
@@ -192,6 +205,15 @@ def test_later_fits_leave_functions_alone() -> None:
     la.fit([(x, y)], progress=False)
     assert_close(functions(points), before)
     assert not torch.allclose(la.functions()(points), before)
+
+
+def test_weights_that_are_shared_must_not_change() -> None:
+    model, (x, y), points = mlp(), data(20), torch.randn(3, 2)
+    functions = fitted(model, x, y, parameters=["3.*"], method="krylov", num_samples=4).functions()
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # pyright: ignore
+    with pytest.raises(ValueError, match="`functions`: the weights"):
+        functions(points)
 
 
 # Likelihoods, inputs, files -------------------------------------------------------------------------------------------

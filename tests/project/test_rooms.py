@@ -22,6 +22,7 @@ ROOMS = (
     "predictions",
     "hyperparameters",
     "gp",
+    "kernels",
     "methods",
     "plots",
     "export",

@@ -1,0 +1,14 @@
+"""Gaussian processes with any kernel of GPyTorch, on data that no factor fits: `condition` gives the posterior.
+
+- `condition`, `KernelPosterior` (`conditioned`): mean, variance and samples of a fitted model.
+- `PriorDraws` (`prior_draws`): functions from the prior of a kernel.
+- `KernelRows` (`kernel_rows`): its matrix, as the solvers of `laplace_sampling.solvers.row_blocks` see it.
+- `TanimotoKernel` (`tanimoto`): of fingerprints.
+
+The room imports GPyTorch, which is slow.
+"""
+
+from laplace_sampling.kernels.conditioned import KernelPosterior, condition
+from laplace_sampling.kernels.tanimoto import TanimotoKernel
+
+__all__ = ["KernelPosterior", "TanimotoKernel", "condition"]

@@ -1,0 +1,324 @@
+r"""Posteriors of Gaussian processes with any kernel, as functions, on data that no factor fits.
+
+    f_k | y = f_k + k(·, X) (K + S)⁻¹ (y − m(X) − f_k(X) − ε_k),   f_k ~ GP(m, k),  ε_k ~ N(0, S)
+
+(Matheron's rule): one linear system for the mean and all samples, solved together. Prior draws are functions
+(`prior_draws`); what the data say goes through the kernel itself.
+"""
+
+import copy
+import math
+import warnings
+from typing import Any, Self, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.arguments import as_numbers, check_positive, check_whole
+from laplace_sampling.gp.linear_operators import gpytorch
+from laplace_sampling.kernels.kernel_rows import KernelRows, kernel_matrix
+from laplace_sampling.kernels.prior_draws import PriorDraws
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.placement import NUMBERS_TOGETHER, normal
+from laplace_sampling.solvers.row_blocks import SOLVERS, RowSolver
+from laplace_sampling.solvers.solver import ConvergenceWarning, Quadratic, Solution
+
+_LIKELIHOODS = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
+
+
+def condition(
+    model: gpytorch.models.ExactGP,
+    num_samples: int = 64,
+    *,
+    solver: str = "auto",
+    tolerance: float = 0.01,
+    max_passes: int = 100,
+    seed: int = 0,
+) -> "KernelPosterior":
+    r"""The posterior of a fitted `ExactGP` of GPyTorch or `SingleTaskGP` of BoTorch, which stays as it is.
+
+        >>> import gpytorch, torch
+        >>> from laplace_sampling.kernels import condition
+        >>> class Model(gpytorch.models.ExactGP):
+        ...     def __init__(self, x, y):
+        ...         super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+        ...         self.mean_module = gpytorch.means.ConstantMean()
+        ...         self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
+        ...     def forward(self, x):
+        ...         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+        >>> x = torch.rand(300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        >>> model = Model(x, (6 * x[:, 0]).sin()).double().eval()  # after training, as GPyTorch's tutorials do it
+        >>> posterior = condition(model)
+        >>> new = torch.tensor([[0.5, 0.5], [3.0, 3.0]], dtype=torch.float64)
+        >>> posterior.mean(new).shape, posterior.samples(new).shape
+        (torch.Size([2]), torch.Size([64, 2]))
+        >>> bool(posterior.variance(new)[0] < posterior.variance(new)[1])
+        True
+        >>> posterior.solver, bool(posterior.error < 0.01)
+        ('auto', True)
+
+    The kernel is evaluated in float64, in blocks of rows. Its matrix is held if it fits in half of the free memory, in
+    float32 if only that fits and its rounding is small against the noise, and else is computed at every pass.
+
+    Args:
+        model: in evaluation mode, with one output and Gaussian noise. Its `forward` may compute features of the inputs
+            first; the covariance is one kernel of these. The posterior keeps a copy: later training does not change it.
+        num_samples: `K`. Means have no noise of samples; variances have a relative standard error of `√(2/K)`.
+        solver: `"exact"` is a Cholesky factor. `"cg"` takes conjugate gradients with a preconditioner of some rows of
+            the matrix, `"projections"` the equations of one block of data at a time, and `"dual_descent"` those of a
+            few data; none has a step size to tune. `"auto"` takes the factor where it fits in memory and costs less
+            than `max_passes`, or else conjugate gradients, or projections where passes are few.
+        tolerance: of the function at the data, relative: `error` shall be below it.
+        max_passes: the largest number of products of the kernel matrix with all columns.
+        seed: of the samples and the solver.
+
+    Raises:
+        TypeError: if the model is no `ExactGP`, or its likelihood is not Gaussian.
+        ValueError: if it is in training mode, has no data, several outputs or a batch shape.
+        NotImplementedError: for kernels whose prior cannot be drawn as a function; for outcome transforms other than
+            `Standardize`.
+    """
+    check_whole("`condition(num_samples=...)`", num_samples, 1)
+    check_whole("`condition(max_passes=...)`", max_passes, 1)
+    check_positive("`condition(tolerance=...)`", tolerance, 1)
+    check_whole("`condition(seed=...)`", seed, 0)
+    if solver not in SOLVERS:
+        raise ValueError(f"`condition(solver={solver!r:.80})` is not known; use one of {sorted(SOLVERS)}.")
+    prior = _Prior(model)
+    settings = SOLVERS[solver](tolerance, max_passes, seed)
+    draws = PriorDraws(prior.kernel, prior.x.shape[1], num_samples, seed)
+    posterior = KernelPosterior(prior, draws, solver, settings)
+    noise = normal(num_samples, len(prior.x), seed=seed + 1, dtype=torch.float64, device=prior.x.device)
+    posterior._solve(posterior._right_hand_sides(prior.x, prior.y, prior.noise, noise), None)
+    return posterior
+
+
+class KernelPosterior:
+    """What `condition` returns: functions of inputs `[N, D]`, differentiable in them, in the units of the targets.
+
+    Attributes:
+        error: the largest error of the mean and the samples at the data, relative to their norm: a bound.
+        passes: products of the kernel matrix with all columns that the solver took.
+        solver: its name.
+    """
+
+    error: float
+    passes: float
+
+    def __init__(self, prior: "_Prior", draws: PriorDraws, solver: str, settings: RowSolver) -> None:
+        self.solver, self._prior, self._draws, self._settings = solver, prior, draws, settings
+
+    def mean(self, x: Float[Tensor, "N D"]) -> Float[Tensor, " N"]:
+        """The posterior mean."""
+        return self._at(x)[0]
+
+    def variance(self, x: Float[Tensor, "N D"]) -> Float[Tensor, " N"]:
+        """The posterior variance of the function, without noise: the mean square of the samples' deviations."""
+        return self._at(x)[1].square().mean(0)
+
+    def samples(self, x: Float[Tensor, "N D"]) -> Float[Tensor, "K N"]:
+        """Functions drawn from the posterior; the same ones at every call."""
+        mean, deviations = self._at(x)
+        return mean + deviations
+
+    def log_prob(
+        self, x: Float[Tensor, "N D"], y: Float[Tensor, " N"], noise: Float[Tensor, " N"] | float | None = None
+    ) -> Float[Tensor, " N"]:
+        """Log density of each target by itself, Gaussian with the posterior mean and variance and the noise.
+
+        Args:
+            x: inputs.
+            y: targets.
+            noise: its variance, which a model with a fixed noise for each datum does not know; by default the model's.
+
+        Raises:
+            ValueError: if the noise of new data is not known.
+        """
+        mean, deviations = self._at(x)
+        if noise is None:
+            noise = self._prior.noise_of_new() * self._prior.scale**2
+        variance = deviations.square().mean(0) + as_numbers("`noise`", noise).to(mean)
+        return -0.5 * ((as_numbers("`y`", y).to(mean) - mean) ** 2 / variance + (2 * math.pi * variance).log())
+
+    @torch.no_grad()
+    def extended(
+        self, X_new: Float[Tensor, "M D"], Y_new: Float[Tensor, " M"], noise: Float[Tensor, " M"] | None = None
+    ) -> "KernelPosterior":
+        """The posterior of more data, with the same prior draws, solved from where this one has ended.
+
+        Args:
+            X_new: inputs.
+            Y_new: targets, `[M]` or `[M, 1]`.
+            noise: its variances, for a model with a fixed noise for each datum.
+
+        Raises:
+            ValueError: if shapes do not fit, or the noise of new data is not known.
+        """
+        old = self._prior
+        prior = old.extended(X_new, Y_new, noise)
+        other = KernelPosterior(prior, self._draws, self.solver, self._settings)
+        n = len(old.x)
+        # A seed that no earlier call has had.
+        seed, count = self._settings.seed + 1 + n, len(self._targets) - 1
+        white = normal(count, len(prior.x) - n, seed=seed, dtype=torch.float64, device=prior.x.device)
+        new = other._right_hand_sides(prior.x[n:], prior.y[n:], prior.noise[n:], white)
+        warm = torch.cat([self._weights, torch.zeros_like(new)], dim=1)
+        other._solve(torch.cat([self._targets, new], dim=1), warm)
+        return other
+
+    @torch.no_grad()
+    def _right_hand_sides(self, x: Tensor, y: Tensor, noise: Tensor, white: Tensor) -> Float[Tensor, "1+K N"]:
+        """`y − m(X)`, and `f_k(X) + ε_k`, whose solutions the deviations take."""
+        return torch.cat([y[None], self._draws(x) + white * noise.sqrt()])
+
+    @torch.no_grad()
+    def _solve(self, targets: Tensor, warm: Tensor | None) -> None:
+        prior = self._prior
+        rows = KernelRows(prior.kernel, prior.x, float(prior.noise.min()))
+        problem = Quadratic(rows, prior.noise, torch.zeros_like(targets), targets, dual=True)
+        solution: Solution = self._settings.solve(problem, warm, description=f"condition, {self.solver}")
+        self._targets, self._weights = targets, solution.value
+        self.error, self.passes = float(solution.error.max()), solution.passes / len(targets)
+        if not bool(self._weights.isfinite().all()):
+            raise FloatingPointError(
+                "`condition` ended with NaN or infinity: check the inputs and hyperparameters of the model."
+            )
+        if self.error > self._settings.tolerance:
+            warnings.warn(
+                f"`condition(solver={self.solver!r})` ended with an error of {self.error:.2g} of the function after "
+                f"{self.passes:.0f} passes, above the tolerance of {self._settings.tolerance:g}: raise `max_passes` "
+                '(or take solver="auto"), or the noise of the model.',
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+
+    def _at(self, x: Tensor) -> tuple[Float[Tensor, " N"], Float[Tensor, "K N"]]:
+        """The mean, and deviations of samples from it."""
+        prior = self._prior
+        with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
+            means, features = prior.at(x)
+            parts = []
+            for part in features.split(max(1, NUMBERS_TOGETHER // len(prior.x))):
+                updates = self._weights @ kernel_matrix(prior.kernel, part, prior.x).mT
+                draws = self._draws(part)
+                parts.append(torch.cat([updates[:1], draws - updates[1:]]))
+            values = torch.cat(parts, dim=1)
+            mean = prior.shift + prior.scale * (means + values[0])
+            return mean.to(x), (prior.scale * values[1:]).to(x)
+
+    def __repr__(self) -> str:
+        return (
+            f"KernelPosterior({len(self._prior.x)} data, {len(self._targets) - 1} samples, solver={self.solver!r}, "
+            f"error={self.error:.2g}, passes={self.passes:.0f})"
+        )
+
+
+class _Prior:
+    """A private copy in float64 of a fitted model, and its data as its kernel takes them.
+
+    Attributes:
+        kernel: of the features that `forward` gives it.
+        x, y, noise: features of the data, `y − m(X)`, and noise variances.
+        shift, scale: of the targets, that BoTorch has standardised.
+    """
+
+    def __init__(self, model: Any) -> None:
+        _check(model)
+        # Without what is cached, which has the size of the data squared; networks are private copies already.
+        kept: dict[int, Any] = {id(model.prediction_strategy): None}
+        for module in model.modules():
+            if isinstance(getattr(module, "network", None), Linearisation):
+                kept |= {id(module.network): module.network, id(getattr(module, "_cached", None)): None}
+        self._model = copy.deepcopy(model, kept).double().requires_grad_(False)
+        self.shift, self.scale = _standardisation(model)
+        (x,) = cast(tuple[Tensor], self._model.train_inputs)
+        with torch.no_grad():
+            mean, kernel, self.x = self._forward(x.double())
+            if kernel.active_dims is not None:  # the features have these columns only
+                kernel = copy.deepcopy(kernel)
+                cast(Any, kernel).active_dims = None
+            self.kernel = kernel
+            self.y = self._model.train_targets.double() - mean
+            self._fixed = isinstance(model.likelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
+            self.noise = self._model.likelihood.noise.double().expand(len(self.x)).clone()
+
+    def _forward(self, x: Tensor) -> tuple[Tensor, gpytorch.kernels.Kernel, Tensor]:
+        """The prior mean, the kernel, and the inputs that it takes."""
+        with gpytorch.settings.lazily_evaluate_kernels(True):
+            prior = self._model.forward(x)
+        covariance: Any = prior.lazy_covariance_matrix
+        if not isinstance(covariance, gpytorch.lazy.LazyEvaluatedKernelTensor):
+            raise TypeError(
+                f"`condition` needs a model whose `forward` calls one kernel, but its covariance is a "
+                f"{type(covariance).__name__}: add or multiply kernels, as in `k1 + k2`, and not matrices."
+            )
+        return prior.mean, covariance.kernel, covariance.x1
+
+    def at(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The prior mean and the features of new inputs."""
+        if x.dim() != 2:
+            raise ValueError(f"Inputs must have shape [N, D], but have {list(x.shape)}.")
+        x = x.to(self.x.device, torch.float64)
+        transform = getattr(self._model, "transform_inputs", None)
+        mean, _, features = self._forward(x if transform is None else transform(x))
+        return mean, features
+
+    def noise_of_new(self) -> Tensor:
+        if self._fixed:
+            raise ValueError("The model has a fixed noise for each datum, so that those of new data have to be given.")
+        return self.noise[0]
+
+    def extended(self, x: Tensor, y: Tensor, noise: Tensor | None) -> Self:
+        """The same prior, of more data."""
+        y = as_numbers("`Y_new`", y).to(self.y).reshape(-1)
+        if len(y) != len(x) or not bool(y.isfinite().all()):
+            raise ValueError(f"`extended` needs a finite target for each input, but got {len(x)} and {len(y)}.")
+        means, features = self.at(x)
+        other = copy.copy(self)
+        other.x, other.y = torch.cat([self.x, features]), torch.cat([self.y, (y - self.shift) / self.scale - means])
+        new = self.noise_of_new() if noise is None else as_numbers("`noise`", noise).to(self.y) / self.scale**2
+        other.noise = torch.cat([self.noise, new.expand(len(x))])
+        return other
+
+
+def _check(model: Any) -> None:
+    """Raise if a model has no posterior here, and say what to do."""
+    if not isinstance(model, gpytorch.models.ExactGP):
+        raise TypeError(f"`condition` takes a gpytorch.models.ExactGP, such as SingleTaskGP, but got {model!r:.80}.")
+    x: Any = model.train_inputs
+    if model.training:
+        raise ValueError("`condition` takes a fitted model, but this one is in training mode: call `model.eval()`.")
+    if x is None or model.train_targets is None:
+        raise ValueError("`condition` needs a model with its data: call `model.set_train_data(x, y, strict=False)`.")
+    if type(model.likelihood) not in _LIKELIHOODS:
+        raise TypeError(
+            f"`condition` takes Gaussian noise, of a GaussianLikelihood or a FixedNoiseGaussianLikelihood, but the "
+            f"model has a {type(model.likelihood).__name__}. For a classification use `LinearisedLaplace`."
+        )
+    if len(x) != 1:
+        raise ValueError(
+            f"`condition` takes models of one tensor of inputs, but this one has {len(x)}: join "
+            "them as columns, and choose columns by `active_dims` of the kernels."
+        )
+    y: Any = model.train_targets
+    if y.dim() != 1 or x[0].dim() != 2:
+        raise ValueError(
+            f"`condition` takes one output and no batch shape, but the model has targets of shape "
+            f"{list(y.shape)}: condition a model for each output."
+        )
+    if not bool(y.isfinite().all()):
+        raise ValueError("The targets of the model contain NaN or infinity: leave these data out.")
+
+
+def _standardisation(model: Any) -> tuple[float, float]:
+    """`a` and `b` with which the targets are `a + b` times those of the model."""
+    transform = getattr(model, "outcome_transform", None)
+    if transform is None:
+        return 0.0, 1.0
+    if type(transform).__name__ != "Standardize":
+        raise NotImplementedError(
+            f"`condition` takes back a Standardize of BoTorch only, and not a {type(transform).__name__}: give the "
+            "model transformed targets."
+        )
+    return float(transform.means), float(transform.stdvs)
