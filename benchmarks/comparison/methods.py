@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.comparison import activations, peers, processes
+from benchmarks.comparison import activations, peers, processes, strange
 from benchmarks.comparison.laplace_torch import STRUCTURES, laplace_torch
 from benchmarks.comparison.ours import ours
 from benchmarks.comparison.predictions import Fitted
@@ -58,12 +58,15 @@ METHODS: dict[str, Method] = {
     "ours, self-consistency": Method(ours(criterion="self_consistency"), likelihoods=CLASSES),
     "ours, g-prior": Method(ours(prior="g-prior"), likelihoods=NUMBERS),
     "ours, layerwise": Method(ours(prior="layerwise"), likelihoods=NUMBERS),
+    "novelty": Method(strange.novelty(), likelihoods=CLASSES),
+    "novelty, validation": Method(strange.novelty(validated=True), sees="validation", likelihoods=CLASSES),
     **_laplace_torch(),
     "GAPA": Method(activations.gapa, sees="validation"),
     "projected features": Method(activations.projected()),
     "projected features, validation": Method(activations.projected(validated=True), sees="validation"),
     "MC dropout": Method(peers.mc_dropout, sees="validation"),
     "SNGP": Method(peers.sngp, likelihoods=CLASSES),
+    **{name: Method(strange.by_features(peer), likelihoods=CLASSES) for name, peer in strange.PEERS.items()},
     "ensemble of 5": Method(peers.deep_ensemble),
     "ensemble of 5, a fifth of the steps": Method(peers.short_ensemble),
     "GP, RBF": Method(processes.gaussian_process, likelihoods=NUMBERS),

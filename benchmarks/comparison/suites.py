@@ -7,6 +7,7 @@ that everything runs, without data from a folder.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.comparison.strange import PEERS
 from benchmarks.comparison.training import Recipe
 from benchmarks.data import uci
 
@@ -53,6 +54,7 @@ BOTH = {
         ),
         1,
     ),
+    **dict.fromkeys(("novelty", "novelty, validation", *PEERS), 1),  # scores of other data alone
     **dict.fromkeys(
         (
             "laplace-torch, KFAC", "laplace-torch, KFAC, validation", "laplace-torch, diagonal",

@@ -8,7 +8,8 @@ from benchmarks.comparison.__main__ import MEANS
 from benchmarks.comparison.report import Row, mean, read_means, values
 from laplace_sampling.methods import expected
 
-ROWS = [row for row in read_means(MEANS) if row["suite"] == "second"]
+ALL = read_means(MEANS)
+ROWS = [row for row in ALL if row["suite"] == "second"]
 # A method of the library, as rows of the records are called without and with validation data.
 NAMES = {
     "subset": ("ours", "ours, validation"),
@@ -56,3 +57,22 @@ def test_what_is_said_in_words() -> None:
     assert layer is not None
     assert whole is not None
     assert layer < 0.2 * whole
+
+
+def test_the_default_budget_loses_hardly_anything_beside_twice_as_much() -> None:
+    rows = [row for row in ALL if row["suite"] == "budget"]
+
+    def lost(name: str, with_validation: str = "") -> float:
+        value = {(row["case"], row["method"]): row[name] for row in rows}
+        more = [case for case, method in value if method == "ours, 20 epochs" + with_validation]
+        found = mean(
+            value[case, "ours, 20 epochs" + with_validation] - value[case, "ours" + with_validation] for case in more
+        )
+        assert found is not None
+        return found
+
+    assert lost("log_likelihood") < 0.005
+    assert lost("other_auroc") < 0.01
+    assert lost("log_likelihood", ", validation") < 0.005
+    assert lost("other_auroc", ", validation") < 0.015
+    assert lost("epochs_fit") > 3

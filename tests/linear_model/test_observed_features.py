@@ -13,7 +13,7 @@ from laplace_sampling.gp.linear_operators import to_linear_operator
 from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, gram
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import features_at
+from laplace_sampling.linear_model.features import DenseFeatures, features_at
 from laplace_sampling.linear_model.linear_model import linear_model_mode, observe
 from laplace_sampling.linear_model.priors.prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
@@ -49,7 +49,11 @@ def test_measurements_of_each_datum(form: str) -> None:
     assert_close(observed.offset, model.offset @ T.T)
     assert_close(observed.network_outputs, model.network_outputs @ T.T)
     variance = torch.ones(features.size, dtype=torch.float64)
-    assert_close(gram(features, variance), J.flatten(0, 1) @ J.flatten(0, 1).T)
+    # In blocks of two rows of a datum, of rows that are computed again or held, too.
+    for held in (features, DenseFeatures.of(features)):
+        for rows in (1000, 2):
+            found = gram(held, variance, block_bytes=2 * rows * 8 * features.size)
+            assert_close(found, J.flatten(0, 1) @ J.flatten(0, 1).T)
 
 
 def test_the_dual_methods_and_weight_space_agree() -> None:

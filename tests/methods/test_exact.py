@@ -120,7 +120,8 @@ def test_exact_hyperparameters_agree_between_the_spaces(in_weight_space) -> None
 def test_print_tells_the_space_and_why() -> None:
     case = trained()
     text = repr(fit_case(case, "exact"))
-    assert "'exact': as asked for, in the space of the observations (P = 37 weights, N·C = 24 observations)" in text
+    assert "'exact': as asked for, in the space of the observations (P = 37 weights, N·C = 24 observations; the" in text
+    assert "the rows of Φ are held" in text
     assert "in the space of the weights (P = 3 weights" in repr(fit_case(make_case("regression_many_data"), "exact"))
 
 
