@@ -34,9 +34,8 @@ def test_comparison_and_its_page(tmp_path: Path) -> None:
     assert len(records.read_text().splitlines()) == lines + 1
     assert "| ours, last layer, validation | validation | 1 |" in page.read_text()
     assert "Classifications, test data, with validation data: *ours, last layer, validation* has" in page.read_text()
-    before = records.read_text()
     command.main(["report", str(out), "--records", str(records), "--page", str(page)])  # the same rows again
-    assert records.read_text() == before
+    assert len(records.read_text().splitlines()) == lines + 1
     assert (tmp_path / "images" / "results.png").exists()
 
 
