@@ -53,7 +53,8 @@ def covariances_by_layers(
         found = 0.0
         for layer, of_layer in rows.layers:
             index = layer.index.flatten()
-            block = next((b for b in curvature.blocks if torch.equal(b.index.flatten(), index)), None)
+            blocks = curvature.blocks_in(of_layer[0].dtype)
+            block = next((b for b in blocks if torch.equal(b.index.flatten(), index)), None)
             if block is None:
                 return None
             found = found + _of_block(block, (layer, of_layer), s).double()
@@ -63,7 +64,7 @@ def covariances_by_layers(
 
 def _of_block(block: KroneckerBlock, rows: OfOutputs, s: float) -> Float[Tensor, "n C C"]:
     layer, (left, *inputs) = rows
-    U_G, U_A, inverse = (t.to(left) for t in (block.U_G, block.U_A, 1 / (block.eigenvalues + s)))
+    U_G, U_A, inverse = block.U_G, block.U_A, 1 / (block.eigenvalues + s)
     if inputs and block.index.shape == layer.index.shape:
         turned, squares = left @ U_G[0], (inputs[0] @ U_A[0]).square()
         return (turned * (squares @ inverse[0].T)[:, None]) @ turned.mT

@@ -194,6 +194,15 @@ class Kronecker(Curvature):
         self.blocks, self.rest, self.diagonal, self.passes = blocks, rest, diagonal, passes
         self.num_factored = sum(block.index.numel() for block in blocks)
         self.size = self.num_factored + len(rest)
+        self._blocks_in = dict[torch.dtype, list[KroneckerBlock]]()
+
+    def blocks_in(self, dtype: torch.dtype) -> list[KroneckerBlock]:
+        """The blocks in a dtype, kept: for one datum converting them would take longer than a product."""
+        if dtype not in self._blocks_in:
+            self._blocks_in[dtype] = [
+                KroneckerBlock(b.index, *(t.to(dtype) for t in (b.U_G, b.U_A, b.eigenvalues))) for b in self.blocks
+            ]
+        return self._blocks_in[dtype]
 
     def _apply(self, v: Tensor, f: Callable[[Tensor, Shift], Tensor], shift: Shift = 0.0) -> Tensor:
         """`f(M̂, s) v_k`, where `f` acts on eigenvalues."""
