@@ -8,6 +8,7 @@ import gpytorch
 import pytest
 import torch
 from gaussian_processes import KERNELS, Model, inputs, kernels, model, scaled, with_lengthscale
+from grids import covering
 from torch import Tensor
 
 from laplace_sampling import ConvergenceWarning
@@ -116,8 +117,7 @@ def test_a_function_to_one_percent_of_four_thousand_data(settings: tuple[float, 
     assert function_error(found, exact, x) <= 0.01
 
 
-@pytest.mark.parametrize("solver", ["cg", "projections", "dual_descent", "auto"])
-@pytest.mark.parametrize("settings", SETS)
+@covering(solver=["cg", "projections", "dual_descent", "auto"], settings=SETS)
 def test_ten_passes_are_never_worse_than_five(solver: str, settings: tuple[float, float, float]) -> None:
     """Nearer to the exact functions, and in test error but for what chance gives an unfinished one (.1 %)."""
     gp, x, f = generated(*settings, n=1200)
