@@ -159,7 +159,10 @@ def watched(network: Linearisation, layers: Sequence[LayerInput]) -> Iterator[li
         # Memory may hold parts of the data only, which go through the network one by one.
         if len(inputs) < len(layers):
             missing = [name for name in by_name if name not in inputs]
-            raise ValueError(f"The layers {missing} were not called, by whose inputs novelty is told.")
+            raise ValueError(
+                f"Novelty is told by the inputs of the layers {missing}, but they were not called with an axis of the "
+                "data. x must be like the training data, and have that axis also for one datum, as `x[None]`."
+            )
         found.append(Features.of([inputs[name].to(network.dtype) for name in by_name]))
         inputs.clear()
 

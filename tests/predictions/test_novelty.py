@@ -263,6 +263,10 @@ def test_messages() -> None:
         LinearisedLaplace(nn.Linear(1, 1), "regression").calibrate_novelty([(x[:, :1], x[:, :1])])
     with pytest.raises(ValueError, match="NaN"):
         la.calibrate_novelty([(x, y)]).novelty_of(x * math.nan)
+    with pytest.raises(ValueError, match=r"also for one datum, as `x\[None\]`"):
+        la.novelty_of(x[0])
+    with pytest.raises(TypeError, match=r"`novelty_of\(x\)` needs a tensor"):
+        la.novelty_of("x")
     other = LinearisedLaplace(network(), "classification", method="exact", num_samples=2).fit([(x, y)], progress=False)
     with pytest.raises(ValueError, match=r"la.calibrate_novelty\(train_loader\)"):
         _ = other.predict(x).novelty
