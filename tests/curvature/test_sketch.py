@@ -275,8 +275,8 @@ def test_a_part_is_compared_with_its_half_under_the_noise_that_is_asked_for(nois
 @pytest.mark.parametrize("change", [math.nan, 0.01, 0.3])
 def test_eigenvectors_are_cut_off_where_the_tolerance_or_the_change_of_the_part_lets_them(change: float) -> None:
     """Standard deviations at rows of the data, beside those of all eigenvectors, by dense algebra: they grow by a
-    sixth of what the curvature says for the worst, and of the larger of both at most; with a rank less by more, or in a direction by
-    more than three times as much."""
+    sixth of what the curvature says for the worst, and of the larger of both at most; with a rank less by more, or in a
+    direction by more than three times as much."""
     ggn, alpha, tolerance = classifier(200, num_outputs=4), 2.0, 0.03
     prior = ungrouped(torch.ones(ggn.size, dtype=torch.float64), alpha)
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
