@@ -18,6 +18,7 @@ from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.last_layer import LinearLayer
+from laplace_sampling.networks.memory import free_memory
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.solvers.dense import Factor
 from laplace_sampling.solvers.operator import Operator
@@ -248,7 +249,9 @@ class DenseCovariance(FunctionCovariance):
 
     def blocks(self) -> Float[Tensor, "N C C"]:
         features = self.features
-        most = max(1, int(BLOCK_BYTES / (16 * features.num_outputs * features.size)))
+        memory = min(BLOCK_BYTES, free_memory(features.device) / 2)
+        # Rows in float64 and their solves; by layers, rows with three copies in another basis in float32.
+        most = max(1, int(memory / (16 * features.num_outputs * features.size)))
         batches = torch.arange(features.num_data).split(min(most, features.batch_size))
         blocks = torch.cat([self._blocks(batch) for batch in batches])
         return (blocks + blocks.mT) / 2

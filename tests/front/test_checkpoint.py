@@ -232,7 +232,7 @@ OTHERWISE = {
     "`linear_model`": {"linear_model": "affine"},
     "batches": {"data": data(61)},
     "dtype": {"dtype": torch.float64},
-    "`budget`": {"arguments": {"budget": 10.0}},
+    "`budget`": {"arguments": {"budget": 20.0}},
     "`criterion`": {"arguments": {"criterion": "self_consistency"}},
     "`weights`": {"arguments": {"weights": torch.full((60,), 2.0)}},
     "`warm_start`": {"arguments": {"warm_start": True}},

@@ -32,7 +32,8 @@ def assert_predicts_nothing(none: Any, some: Any, targets: Any) -> None:
         for name, head in some.heads.items():
             assert_predicts_nothing(none.heads[name], head, targets[name])
         return
-    tensors = [n for n in dir(some) if not n.startswith("_") and isinstance(getattr(some, n), Tensor)]
+    names = {n for n in dir(some) if not n.startswith("_")} - {"novelty"}  # it is there once it is calibrated
+    tensors = [n for n in names if isinstance(getattr(some, n), Tensor)]
     assert {"outputs", "deviations", "variance", "stddev"} <= set(tensors)
     for name in tensors:
         if getattr(some, name).dim():  # a noise variance may be a number
@@ -90,6 +91,17 @@ def test_with_what_calibration_and_noise_add() -> None:
     la.fit(loader(case), data=Data(noise_variances=torch.ones(8)), progress=False)
     none, some = [la.predict(x, noise_variances=torch.ones(len(x))) for x in (case.x[:0], case.x)]
     assert_predicts_nothing(none, some, case.y)
+
+
+@pytest.mark.parametrize("name", ["classification", "multi_task"])
+def test_novelty(name: str) -> None:
+    case = make_case(name)
+    la = LinearisedLaplace(case.model, case.given[0], method="krylov", num_samples=4).fit(loader(case), progress=False)
+    la.calibrate_novelty([(torch.cat([case.x] * 2), torch.zeros(2 * len(case.x)))])
+    none, some = la.predict(case.x[:0]), la.predict(case.x)
+    assert_no_rows(none.novelty, some.novelty)
+    assert_no_rows(la.novelty_of(case.x[:0]), la.novelty_of(case.x))
+    assert_predicts_nothing(none, some, case.given[1])
 
 
 def test_a_loader_with_a_batch_of_none() -> None:
