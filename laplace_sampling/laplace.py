@@ -617,9 +617,9 @@ class LinearisedLaplace:
         """Prepare `novelty` of predictions, and `novelty_of`: how unlike the training data an input is.
 
         Features of the network rank an input among the training data (`predictions.novelty`): distances of what goes
-        into each layer with weights, and of the nearest training data in the last layer. Labels are not used, so that
-        it is there for any likelihood and several heads. It takes a forward pass of 5,000 data at most, and needs no
-        fit. What a network averages over positions it averages over padding, too.
+        into each layer with weights, and of the nearest training data in the last layer. Labels of classes, if there
+        are any, say how much the latter count. It is there for any likelihood and several heads, takes a forward pass
+        of 5,000 data at most, and needs no fit. What a network averages over positions it averages over padding, too.
 
         A fit of the network with other weights undoes it. Files keep it, with features of these data. It is not in
         exported modules.

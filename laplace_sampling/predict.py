@@ -159,7 +159,7 @@ def predict(
         features, layout = ObservedFeatures(features, measurement), Layout.single(measurement.entries)
         outputs = measurement.apply(flattened(outputs)).reshape(len(outputs), *measurement.entries)
 
-    def sampled() -> Float[Tensor, "K N C"]:
+    def sampled() -> Tensor:  # a shape here would be made anew in each call
         vectors = (posterior.samples if samples is None else samples())[:num_samples]
         deviations = _deviations(network, x, vectors, own, posterior.rows)
         return deviations if measurement is None else measurement.apply(deviations)

@@ -58,7 +58,7 @@ def coverage(la: LinearisedLaplace, batches: Batches) -> float:
     return float(((low < y) & (y < high)).double().mean())
 
 
-@pytest.mark.parametrize("method", ["auto", "krylov", "dual"])
+@pytest.mark.parametrize("method", ["auto", "dual", pytest.param("krylov", marks=pytest.mark.slow)])
 def test_a_network_that_knows_its_data_by_heart_is_told_with_its_cures(method: str) -> None:
     model, train, test = trained("regression", width=32, steps=500)
     la = LinearisedLaplace(model, "regression", method=method)

@@ -132,7 +132,7 @@ def test_peak_memory_of_products_does_not_grow_with_the_data() -> None:
     assert peaks[16] < 1.05 * peaks[4]
 
 
-@covering(strength=2, method=["krylov", "sgd", "svrg"], prior=["g-prior", "isotropic"], hyperparameters=[False, True])
+@covering(method=["krylov", "sgd", "svrg"], prior=["g-prior", "isotropic"], hyperparameters=[False, True])
 def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: bool, monkeypatch) -> None:
     """The budget, and on top of it what one product takes and a few copies of the weights and of the data."""
     g = torch.Generator().manual_seed(0)
