@@ -74,7 +74,7 @@ class LowRank(Curvature):
         factor: `F`, `[r, P]`, orthogonal rows.
         spectrum: eigenvalues of the curvature, falling: those of the rows, and those that were cut off.
         passes: products that were spent on it, in units of all data and one vector.
-        error: by how much standard deviations are too large, at inputs like the training data, by what was cut off.
+        error: by how much standard deviations are too large by what was cut off, at the worst of 100 inputs.
     """
 
     def __init__(

@@ -355,17 +355,22 @@ class Part:
         return self.growth.change
 
     def of(self, ggn: GGN, prior: GaussianPrior) -> LowRank:
-        """The curvature of an unscaled GGN, corrected for the precision of the prior, as accurate as that needs."""
+        """The curvature of an unscaled GGN, corrected for the precision of the prior.
+
+        Eigenvectors are cut off where that moves standard deviations by less than the tolerance, or than the part may
+        be off.
+        """
         rows, change = self.growth.num_rows, self.growth.change
         factor = self._adapted(ggn, prior)
         if not self.growth.made:
             self.growth.sketch(rows)
             self.growth.change = change
         sketch, alpha = self.growth.made[-1].times(factor), overall_precision(prior)
-        bytes_ = self.growth.spare_bytes
+        # Eigenvectors beyond what the part knows would only cost. NaN, of a part without a half, is not above.
+        accuracy, bytes_ = max(self.tolerance, self.change), self.growth.spare_bytes
         if len(prior.names) > 1:
-            return sketch.at(alpha).low_rank(prior.spread().double(), self.tolerance, bytes_)
-        return sketch.low_rank(alpha, self.tolerance, bytes_)
+            return sketch.at(alpha).low_rank(prior.spread().double(), accuracy, bytes_)
+        return sketch.low_rank(alpha, accuracy, bytes_)
 
     def grow(self, ggn: GGN, prior: GaussianPrior, max_rows: int) -> None:
         """Lets the part grow at the precision of a prior, unless the change is below the tolerance there."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.batches import Layout
-from laplace_sampling.likelihoods.labels import Labels
+from laplace_sampling.likelihoods.labels import Labels, softmax
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Categorical(Labels):
 
     def _probabilities(self, f: Tensor, u: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """`p` and `u` by positions; `p` is zero where labels are ignored, and so is each product with it."""
-        p = self.positions(f).softmax(-1).to(u)
+        p = softmax(self.positions(f)).to(u)
         return p if y is None else p * self.given(y)[..., None], self.positions(u)
 
     def given(self, y: Tensor) -> Bool[Tensor, "N S"]:
@@ -105,7 +105,7 @@ class Categorical(Labels):
         return self.flat(given[..., None].expand(*given.shape, num_outputs // given.shape[1]))
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        p = self.positions(f).softmax(-1)
+        p = softmax(self.positions(f))
         if self.is_soft(y):
             return self.flat((p - self.weights_of_classes(y).to(p)) * self.given(y)[..., None])
         labels, counts = self.labels(y)

@@ -622,7 +622,7 @@ class SubsetFit(FactoredFit):
         assert self.sampled is not None
         curvature = self.curvature
         assert isinstance(curvature, LowRank)
-        return Accuracy(len(self.sampled.error), left_out=self.part.change + curvature.error)
+        return Accuracy(len(self.sampled.error), left_out=math.hypot(self.part.change, curvature.error))
 
     @property
     def tolerable(self) -> bool:

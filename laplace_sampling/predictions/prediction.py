@@ -18,7 +18,7 @@ from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
-from laplace_sampling.likelihoods.labels import Labels
+from laplace_sampling.likelihoods.labels import Labels, softmax
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
@@ -404,7 +404,7 @@ class ClassificationPrediction(SampledPrediction):
           conditioned on logits that sum to zero; categorical likelihoods only.
         """
         if link == "mc":
-            probs = self._class_probs(self._mirrored).mean(0)
+            probs = self._mean_probs
         elif link == "probit":
             probs = self._class_probs(self.outputs / (1 + math.pi / 8 * self.variance).sqrt())
         elif link == "bridge":
@@ -424,7 +424,11 @@ class ClassificationPrediction(SampledPrediction):
         return self._labels.positions(flattened(f, f.dim() - len(self._layout.shape)))
 
     def _class_probs(self, logits: Tensor) -> Float[Tensor, "*K N S c"]:
-        return self._classes(logits).softmax(-1)
+        return softmax(self._classes(logits))
+
+    @cached_property
+    def _mean_probs(self) -> Float[Tensor, "N S c"]:
+        return self._class_probs(self._mirrored).mean(0)
 
     def _by_label(self, values: Float[Tensor, "N S"]) -> Tensor:
         """Numbers of each label in the shape of the labels."""
@@ -513,7 +517,7 @@ class ClassificationPrediction(SampledPrediction):
     @property
     def entropy(self) -> Tensor:
         """Entropy of the predictive probabilities of each datum, position or output, in nats: the total uncertainty."""
-        return self._by_label(torch.special.entr(self._class_probs(self._mirrored).mean(0)).sum(-1))
+        return self._by_label(torch.special.entr(self._mean_probs).sum(-1))
 
     @property
     def mutual_information(self) -> Tensor:

@@ -17,6 +17,7 @@ from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.prior import ungrouped
 from laplace_sampling.solvers.operator import Congruent, make_dense
 
 P = 30
@@ -267,8 +268,32 @@ def test_a_part_is_compared_with_its_half_under_the_noise_that_is_asked_for(nois
     assert part.change == pytest.approx(expected.change_at(float(prior.precision)))
     # The correction of both is that of the precision.
     eye = torch.eye(asked.size, dtype=torch.float64)
-    part = replace(part, tolerance=0.0)
+    part, growth.change = replace(part, tolerance=0.0), 0.0
     assert_close(part.of(asked, prior).matmul(eye), expected.made[-1].low_rank(2.0, 0.0).matmul(eye))
+
+
+@pytest.mark.parametrize("change", [math.nan, 0.01, 0.3])
+def test_eigenvectors_are_cut_off_where_the_tolerance_or_the_change_of_the_part_lets_them(change: float) -> None:
+    """Standard deviations at rows of the data, beside those of all eigenvectors, by dense algebra: they grow by a
+    sixth of what the curvature says for the worst, and of the larger of both at most; with a rank less by more, or in a
+    direction by more than three times as much."""
+    ggn, alpha, tolerance = classifier(200, num_outputs=4), 2.0, 0.03
+    prior = ungrouped(torch.ones(ggn.size, dtype=torch.float64), alpha)
+    scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
+    growth = Growth(RandomRows(scaled, 0))
+    sketch = growth.sketch(150).at(alpha)
+    growth.change = change
+    low = Part(growth, tolerance).of(ggn, prior)
+    rows = sketch.low_rank(alpha, 0.0).factor
+    exact = (rows @ torch.linalg.inv(rows.T @ rows + alpha * torch.eye(ggn.size)) * rows).sum()
+    accuracy = 0.3 if change == 0.3 else tolerance
+    for rank, holds in ((low.rank, True), (low.rank - 1, False)):
+        less = LowRank(low.factor[:rank], low.spectrum)
+        error = (float((less.solve(rows, alpha) * rows).sum() / exact) - 1) / 2
+        left_out = float(low.spectrum[rank]) / alpha
+        assert (0 < error <= accuracy / 6 and left_out <= 6 * accuracy) == holds
+        if holds:
+            assert low.error == pytest.approx(6 * error, rel=1e-6)
 
 
 def test_the_correction_is_of_the_part_of_the_trace_that_is_estimated() -> None:

@@ -12,6 +12,7 @@ from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.labels import softmax
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 
@@ -136,3 +137,12 @@ def test_settings_of_another_kind_are_refused() -> None:
     for name in ("class_dim", "ignore_index"):
         with pytest.raises(ValueError, match=name):
             Categorical(**{name: 1.5})
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 15, 16, 40])
+def test_a_softmax_is_over_the_last_axis_for_any_number_of_classes(num_classes: int) -> None:
+    logits = torch.randn(4, 5, num_classes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exponentials = (100 * logits).exp()
+    expected = exponentials / exponentials.sum(-1, keepdim=True)
+    assert_close(softmax(100 * logits), expected)
+    assert_close(softmax(100 * logits + 1e6, log=True), expected.log(), rtol=1e-8, atol=1e-8)
