@@ -20,6 +20,8 @@ class TanimotoKernel(gpytorch.kernels.Kernel):
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> Float[Tensor, "*B N M"]:
         """The matrix of `x1`, `[…, N, D]`, and `x2`, `[…, M, D]`, or its diagonal."""
+        if bool((x1 < 0).any()) or bool((x2 < 0).any()):
+            raise ValueError("`TanimotoKernel` takes counts or bits, but some inputs are negative.")
         if diag:
             shared, total = torch.minimum(x1, x2).sum(-1), x1.sum(-1) + x2.sum(-1)
         else:

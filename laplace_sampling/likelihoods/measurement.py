@@ -69,7 +69,7 @@ class Stacked:
     singly: bool = False
 
     def __call__(self, rows: Float[Tensor, "K n"]) -> Float[Tensor, "K m"]:
-        return self.unflattened(rows).detach().flatten(1)
+        return self.unflattened(rows).detach().reshape(len(rows), -1)
 
     def unflattened(self, rows: Float[Tensor, "K n"]) -> Float[Tensor, "K *m"]:
         """What the function returns."""
@@ -183,6 +183,8 @@ def check_observation(T: Observation) -> None:
     if [callable(part) for part in pair] == [True, True]:
         return
     found = f"got {type(T).__name__}"
+    if hasattr(T, "__array__"):
+        found += ": give `torch.as_tensor(T)`"
     if callable(pair[0]) and len(pair) == 2:
         found += (
             " without an `A_adjoint`: give the pair (A, adjoint) of functions of flat vectors. The adjoint of a linear "

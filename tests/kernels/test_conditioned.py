@@ -7,7 +7,7 @@ from typing import Any
 import gpytorch
 import pytest
 import torch
-from gaussian_processes import KERNELS, Model, inputs, kernels, model, scaled, with_lengthscale
+from gaussian_processes import KERNELS, NUMBERS, Model, inputs, kernels, model, scaled, with_lengthscale
 from torch import Tensor
 
 from laplace_sampling import ConvergenceWarning
@@ -70,6 +70,16 @@ def test_covariance_of_samples(name: str) -> None:
     assert bool(((products.mean(0) - covariance).abs() <= 4 * products.std(0) / 32**0.5).all())
     variances = torch.stack([posterior.variance(x) for posterior in posteriors])
     assert bool(((variances.mean(0) - covariance.diagonal()).abs() <= 4 * variances.std(0) / 32**0.5).all())
+
+
+def test_variances_that_little_noise_leaves() -> None:
+    """They lie in rare frequencies: were these the same for all draws, variances would be off by 230 %."""
+    smooth, rough = kernels.RBFKernel(**NUMBERS), kernels.MaternKernel(nu=1.5, active_dims=[0, 2])
+    kernel = scaled(with_lengthscale(smooth, 1.0)) + scaled(with_lengthscale(rough, 1.0))
+    gp, x = model(kernel, noise=1e-4), inputs(60, seed=5)
+    wanted = dense(gp, x)[1].diagonal()
+    ratio = condition(gp, 512, seed=1).variance(x) / wanted
+    assert float((ratio - 1).square().mean().sqrt()) < 0.3
 
 
 def generated(signal: float, noise: float, ratio: float, n: int, dimension: int = 6) -> tuple[Model, Tensor, Tensor]:
@@ -254,9 +264,21 @@ def test_a_matrix_that_memory_does_not_hold(memory: int, monkeypatch: pytest.Mon
 
 
 def test_a_solver_that_does_not_converge_says_so() -> None:
-    gp = model(KERNELS["rbf"](), noise=1e-4)
-    with pytest.warns(ConvergenceWarning, match=r"after 1 passes, above the tolerance of 0.01: raise `max_passes`"):
-        condition(gp, 4, solver="dual_descent", max_passes=1)
+    gp, x = model(KERNELS["rbf"](), noise=1e-4), inputs(2)
+    with pytest.warns(ConvergenceWarning, match=r"above the tolerance of 0.01: raise `max_passes`") as warned:
+        condition(gp, 4, solver="dual_descent", max_passes=1).extended(x, x[:, 0])
+    assert [warning.filename for warning in warned] == [__file__] * 2
+
+
+def test_inputs_as_users_have_them() -> None:
+    """Whole numbers have functions that are none, and a vector is a column, as for GPyTorch."""
+    gp, x = model(KERNELS["tanimoto"]()), inputs(5)
+    posterior = condition(gp, 4)
+    torch.testing.assert_close(posterior.samples(x.long()), posterior.samples(x.long().double()))
+    column = Model(x[:, 0], x[:, 1], kernels.RBFKernel(), 0.1).double().eval()
+    posterior = condition(column, 4)
+    torch.testing.assert_close(posterior.mean(x[:, 0]), dense(column, x[:, :1])[0])
+    assert posterior.extended(x[:, 2], x[:, 3]).mean(x[:, 0]).shape == (5,)
 
 
 def test_what_has_no_posterior_here_is_refused_with_the_cure() -> None:
@@ -277,7 +299,8 @@ def test_what_has_no_posterior_here_is_refused_with_the_cure() -> None:
             )
 
     for given, error, cure in (
-        (torch.nn.Linear(1, 1), TypeError, "ExactGP"),
+        (torch.nn.Linear(1, 1), TypeError, "ExactGP, .* a Linear"),
+        (Model, TypeError, "is a class"),
         (copy.deepcopy(gp).train(), ValueError, "call `model.eval"),
         (two, ValueError, "a model for each output"),
         (empty, ValueError, "set_train_data"),
@@ -290,8 +313,25 @@ def test_what_has_no_posterior_here_is_refused_with_the_cure() -> None:
             condition(given)
     with pytest.raises(ValueError, match=r"use one of.*projections"):
         condition(gp, solver="sdd")
+    posterior, nan = condition(gp, 2), torch.full_like(x, torch.nan)
     with pytest.raises(ValueError, match=r"\[N, D\]"):
-        condition(gp, 2).mean(x[0])
+        posterior.mean(x[0])
+    with pytest.raises(ValueError, match="got 10 and 9"):
+        posterior.log_prob(x, x[:9, 0])
+    assert posterior.log_prob(x, x[:, :1]).shape == (10,)
+    for wrong in (-1.0, 0.0, torch.ones(3)):
+        with pytest.raises(ValueError, match="positive variances"):
+            posterior.log_prob(x, x[:, 0], wrong)
+        with pytest.raises(ValueError, match="positive variances"):
+            posterior.extended(x, x[:, 0], torch.as_tensor(wrong))
+    with pytest.raises(FloatingPointError, match="NaN or infinity: check the inputs"):
+        posterior.extended(nan, x[:, 0])
+    with pytest.raises(FloatingPointError, match="NaN or infinity: check the inputs"):
+        condition(Model(nan, x[:, 0], kernels.RBFKernel(), 0.1).double().eval())
+    negative = model(KERNELS["tanimoto"]())
+    negative.train_inputs[0].neg_()
+    with pytest.raises(ValueError, match="negative"):
+        condition(negative)
     assert "150 data, 2 samples" in repr(condition(gp, 2))
 
 

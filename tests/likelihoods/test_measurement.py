@@ -78,6 +78,14 @@ def test_all_forms_are_the_same_products(form: str) -> None:
     assert measurement.entries == ((1, 5) if form == "physics" else (5,))
 
 
+def test_a_pair_of_one_number() -> None:
+    row = dense(1)[0]
+    measurement = as_measurement((lambda f: row @ f, lambda u: u * row), IMAGES).checked(IMAGES)
+    f, u = dense(3), torch.ones(2, 1, dtype=torch.float64)
+    assert_close(measurement.apply(f), (f @ row)[:, None])
+    assert_close(measurement.adjoint(u), row.expand(2, -1))
+
+
 def test_a_pair_that_takes_stacks_is_called_once_for_all_rows() -> None:
     calls = []
 
@@ -183,6 +191,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "affine": (Physics(lambda x: x + 1, lambda y: y), ValueError, "not linear"),
     "several tensors": (Physics(lambda x: [x, x], lambda y: y), TypeError, "one tensor"),
     "NaN": (Physics(lambda x: x / 0 * 0, lambda y: y), ValueError, "NaN"),
+    "an array": (D.numpy(), TypeError, "torch.as_tensor"),
     "nothing": (Physics(lambda x: 0 * x, lambda y: 0 * y), ValueError, "measures nothing"),
     "another size": (Physics(lambda x: x.reshape(2, -1), lambda y: y), ValueError, "raised"),
 }
