@@ -86,7 +86,8 @@ class Functions:
         network.shell.check("functions")
         inputs = _inputs(network, x, named)
         with solving(), _derivatives(network):
-            outputs, layout = network.shell.with_layout(network.shell.random(), inputs)
+            with network.shell.explained(inputs):
+                outputs, layout = network.shell.with_layout(network.shell.random(), inputs)
             deviations = network.jvp(inputs, self.samples, graph=True).reshape(len(self.samples), *outputs.shape)
             functions = outputs / self._temperature + self._factor * deviations
         functions = functions if graph else functions.detach()
@@ -117,6 +118,11 @@ class _Run(DenseFeatures):
     """
 
     def __init__(self, network: Linearisation, program: Program, temperature: float, precise: bool) -> None:
+        if not callable(program):
+            raise TypeError(
+                "`propagate(program)` takes a function of the network `f`, such as `lambda f: f(x).sum()`, but got a "
+                f"{type(program).__name__}."
+            )
         dtype, other = network.dtype, _float64_copy(network) if precise else network
         # Leaves are made outside of the transforms of `torch.func` that a program may call `f` in.
         leaves = {of: of.shell.leaves() for of in (network, other)}
@@ -128,7 +134,9 @@ class _Run(DenseFeatures):
             if not called and other is not network:
                 self._network = in_float64_at(network, take(inputs, slice(1)), other)
             called, shell = True, self._network.shell
-            outputs, layout = shell.with_layout(leaves[self._network], place(inputs, shell.device, shell.dtype))
+            inputs = place(inputs, shell.device, shell.dtype)
+            with shell.explained(inputs):
+                outputs, layout = shell.with_layout(leaves[self._network], inputs)
             outputs = outputs.to(dtype) / temperature
             return layout.split(flattened(outputs)) if layout.names else outputs
 
@@ -173,6 +181,8 @@ class _Run(DenseFeatures):
 
     def deviations(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N *C"]:
         """`∂T/∂w v_k` by as many pullbacks as there are rows, or two for each vector."""
+        if not self.num_observations:
+            return self.value.detach().expand(len(v), *self.value.shape)
         v = v.to(self.dtype)
         if self.num_observations <= len(v):
             product = self.jvp(v, torch.arange(self.num_data))

@@ -180,7 +180,8 @@ class LinearisedLaplace:
 
                 - `"validation"`, if there is a `val_loader`: `α` together with a temperature or the noise. It takes the
                   widest error bars that hardly make the validation data less likely.
-                - `Accuracy(a)`, if there is an `accuracy`: its temperature, and then one of the following.
+                - `Accuracy(a)`, if there is an `accuracy`: its temperature, and then `α` as the next one finds it. The
+                  prior has to have one precision.
                 - `"leave_one_out"` for classifications with one label for each datum, at most 100 classes, and at least
                   ten data a class on average; `"self_consistency"` for other labels and for counts.
                 - `"evidence"` for everything else, and for priors of several precisions. With `method="kfac"` or
@@ -616,9 +617,9 @@ class LinearisedLaplace:
         """Prepare `novelty` of predictions, and `novelty_of`: how unlike the training data an input is.
 
         Features of the network rank an input among the training data (`predictions.novelty`): distances of what goes
-        into each layer with weights, and of the nearest training data in the last layer. Labels are not used, so that
-        it is there for any likelihood and several heads. It takes a forward pass of 5,000 data at most, and needs no
-        fit. What a network averages over positions it averages over padding, too.
+        into each layer with weights, and of the nearest training data in the last layer. Labels of classes, if there
+        are any, say how much the latter count. It is there for any likelihood and several heads, takes a forward pass
+        of 5,000 data at most, and needs no fit. What a network averages over positions it averages over padding, too.
 
         A fit of the network with other weights undoes it. Files keep it, with features of these data. It is not in
         exported modules.
@@ -655,7 +656,7 @@ class LinearisedLaplace:
         if self._novelty is None:
             raise NotFittedError("`novelty_of` ranks inputs among the training data: call `calibrate_novelty` first.")
         self.network.shell.check("novelty_of")
-        return novelty_at(self._novelty, self.network, checked_inputs(x))
+        return novelty_at(self._novelty, self.network, checked_inputs(x, "novelty_of"))
 
     def _network_of(self, call: str) -> Linearisation:
         """The network of the fit, or before a fit as it is now."""
@@ -887,7 +888,9 @@ class LinearisedLaplace:
         prior, gamma = fitted.posterior.prior, float(fitted.posterior.effective_dimension.sum())
         alpha = ", ".join(f"{name}: {float(a):.3g}" for name, a in zip(prior.names, prior.precision, strict=True))
         floored = f", {prior.num_floored} weights floored" if prior.num_floored else ""
-        return head + f", prior_precision_={{{alpha}}}, effective_dimension_={gamma:.1f}{floored})"
+        temperature = fitted.posterior.calibration.temperature
+        divided = "" if temperature == 1 else f", temperature_={temperature:.3g}"
+        return head + f", prior_precision_={{{alpha}}}, effective_dimension_={gamma:.1f}{divided}{floored})"
 
     def __str__(self) -> str:
         """As `repr`, what else there is to know, and what the fit has cost and how accurate it is."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import place
 from laplace_sampling.data.training_data import Data, TrainingData
+from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.networks.layer_inputs import Features, layer_inputs, watched
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.novelty import MOST_DATA, Novelty
@@ -34,8 +35,7 @@ def novelty_by(
     layers = layer_inputs(network, place(trained.inputs(torch.arange(3)), network.device, network.dtype))
 
     def features(data: TrainingData) -> Features:
-        # Spread over all data, which may be in the order of their classes.
-        some = torch.linspace(0, data.num_data - 1, min(MOST_DATA, data.num_data)).long().split(data.batch_size)
+        some = _spread(data).split(data.batch_size)
         inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
         with watched(network, layers) as seen:
             for x in inputs:
@@ -47,7 +47,14 @@ def novelty_by(
     except (TypeError, ValueError) as error:
         error.add_note("These are the data of `val_loader`.")
         raise
-    return Novelty.of(layers, network.fingerprint(), features(trained), held_out)
+    one_each = isinstance(settings.likelihood, Categorical) and trained.targets.shape == (trained.num_data,)
+    labels = trained.targets[_spread(trained)].to(network.device) if one_each else None
+    return Novelty.of(layers, network.fingerprint(), features(trained), held_out, labels)
+
+
+def _spread(data: TrainingData) -> Tensor:
+    """Some data from all of them, which may be in the order of their classes."""
+    return torch.linspace(0, data.num_data - 1, min(MOST_DATA, data.num_data)).long()
 
 
 def _read_inputs(loader: Iterable[Any], settings: Settings, data: Data) -> TrainingData:

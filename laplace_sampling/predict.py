@@ -45,27 +45,27 @@ from laplace_sampling.predictions.prediction import Prediction, make_prediction
 _DATA_OF_OUTPUTS = 16
 
 
-def checked_inputs(x: Any) -> Any:
+def checked_inputs(x: Any, call: str = "predict") -> Any:
     """The inputs, with tensors in place of arrays; raises if they cannot be predicted."""
     if isinstance(x, DataLoader | Dataset):
         raise TypeError(
-            f"`predict(x)` takes the inputs of one batch, but got a {type(x).__name__}: predict its batches one by "
+            f"`{call}(x)` takes the inputs of one batch, but got a {type(x).__name__}: predict its batches one by "
             "one, since a prediction holds samples of all its outputs."
         )
     x = as_tensors(x)
     tensors = batched(x)[0]
     if any(is_functorch_wrapped_tensor(tensor) for tensor in tensors):
         raise TypeError(
-            "`predict(x)` does not work inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`: it takes "
+            f"`{call}(x)` does not work inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`: it takes "
             "a batch of inputs at once, and gives no derivatives. Call it outside."
         )
     if not tensors and not isinstance(x, Tensor):
-        raise TypeError(f"`predict(x)` needs a tensor, or a tuple or dictionary of them, but got {type(x).__name__}.")
+        raise TypeError(f"`{call}(x)` needs a tensor, or a tuple or dictionary of them, but got {type(x).__name__}.")
     if not tensors:
         shape = list((tensors or [x])[0].shape)
-        raise ValueError(f"`predict(x)` needs a batch of inputs [N, ...], got {shape}.")
+        raise ValueError(f"`{call}(x)` needs a batch of inputs [N, ...], got {shape}.")
     if (flaw := flaw_of(x)) is not None:
-        raise ValueError(f"`predict(x)`: x contains {flaw}.")
+        raise ValueError(f"`{call}(x)`: x contains {flaw}.")
     return x
 
 

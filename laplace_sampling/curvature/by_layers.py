@@ -9,36 +9,36 @@ With `δ_c ⊗ h` for row `c` in a linear layer and the prior precision `s`,
 summed over layers. No row of `P` numbers is formed; convolutions and normalisations have rows of their own weights.
 """
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.curvature.kronecker import Kronecker, KroneckerBlock
 from laplace_sampling.curvature.low_rank import LowRank
 from laplace_sampling.linear_model.features import OutputRows
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.layers import OfOutputs
 from laplace_sampling.solvers.preconditioners import Curvature, Jacobi
 
 
-def has_covariances_by_layers(curvature: Curvature, spread: Float[Tensor, " P"], scale: Float[Tensor, " P"]) -> bool:
+def has_covariances_by_layers(curvature: Curvature, prior: GaussianPrior) -> bool:
     """Whether `covariances_by_layers` may be there: of one prior precision without scales, or of a diagonal."""
     if isinstance(curvature, Jacobi):
         return True
     known = isinstance(curvature, LowRank) or (isinstance(curvature, Kronecker) and not len(curvature.rest))
-    return known and bool((spread == spread[0]).all()) and bool((scale == scale[0]).all())
+    return known and prior.is_even
 
 
 def covariances_by_layers(
-    curvature: Curvature, rows: OutputRows, spread: Float[Tensor, " P"], scale: Float[Tensor, " P"]
+    curvature: Curvature, rows: OutputRows, prior: GaussianPrior
 ) -> Float[Tensor, "n C C"] | None:
     """`φ_i S (M̂ + A)⁻¹ S φ_iᵀ` in float64; `None` for a Kronecker product of other layers.
 
     Args:
         curvature: `M̂`, in scaled coordinates.
         rows: `φ_i`.
-        spread: `A` in scaled coordinates.
-        scale: `S`.
+        prior: `A` and `S`.
     """
+    spread, scale = prior.spread(), prior.scale
     if isinstance(curvature, Jacobi):
         weights = scale.double().square() / (curvature.diagonal + spread)
         return rows.weighted(weights.to(rows.layers[0][1][0])).double()
@@ -52,26 +52,25 @@ def covariances_by_layers(
         assert isinstance(curvature, Kronecker)
         found = 0.0
         for layer, of_layer in rows.layers:
-            index = layer.index.flatten()
-            blocks = curvature.blocks_in(of_layer[0].dtype)
-            block = next((b for b in blocks if torch.equal(b.index.flatten(), index)), None)
+            block = curvature.inverse_at(layer.index, s, of_layer[0].dtype)
             if block is None:
                 return None
-            found = found + _of_block(block, (layer, of_layer), s).double()
+            found = found + _of_block(block, (layer, of_layer)).double()
         assert isinstance(found, Tensor)
     return found * float(scale[0]) ** 2
 
 
-def _of_block(block: KroneckerBlock, rows: OfOutputs, s: float) -> Float[Tensor, "n C C"]:
+def _of_block(block: KroneckerBlock, rows: OfOutputs) -> Float[Tensor, "n C C"]:
+    """`φ_i (M̂ + s)⁻¹ φ_iᵀ` in the weights of a block of the inverse."""
     layer, (left, *inputs) = rows
-    U_G, U_A, inverse = block.U_G, block.U_A, 1 / (block.eigenvalues + s)
+    U_G, U_A, inverse = block.U_G, block.U_A, block.eigenvalues
     if inputs and block.index.shape == layer.index.shape:
         turned, squares = left @ U_G[0], (inputs[0] @ U_A[0]).square()
         return (turned * (squares @ inverse[0].T)[:, None]) @ turned.mT
     m, k = layer.index.shape[1:]
     if inputs and block.index.shape[1] == 1:  # a block that is not factored
-        of_h = inputs[0] @ U_A.reshape(m, k, -1).movedim(1, 0).flatten(1)
-        turned = left @ of_h.unflatten(1, (m, -1))
+        # Views, since a copy would take longer than the product for a few data.
+        turned = left @ (inputs[0] @ U_A.reshape(m, k, -1)).movedim(1, 0)
         return (turned * inverse[0, 0]) @ turned.mT
     if inputs:
         left = (left[..., None] * inputs[0][:, None, None]).flatten(2)

@@ -194,15 +194,25 @@ class Kronecker(Curvature):
         self.blocks, self.rest, self.diagonal, self.passes = blocks, rest, diagonal, passes
         self.num_factored = sum(block.index.numel() for block in blocks)
         self.size = self.num_factored + len(rest)
-        self._blocks_in = dict[torch.dtype, list[KroneckerBlock]]()
+        # Of the last shift and dtype, with the positions that were asked for.
+        self._inverse = (math.nan, torch.float64), dict[int, tuple[Tensor, KroneckerBlock | None]]()
 
-    def blocks_in(self, dtype: torch.dtype) -> list[KroneckerBlock]:
-        """The blocks in a dtype, kept: for one datum converting them would take longer than a product."""
-        if dtype not in self._blocks_in:
-            self._blocks_in[dtype] = [
-                KroneckerBlock(b.index, *(t.to(dtype) for t in (b.U_G, b.U_A, b.eigenvalues))) for b in self.blocks
-            ]
-        return self._blocks_in[dtype]
+    def inverse_at(self, index: Tensor, shift: float, dtype: torch.dtype) -> KroneckerBlock | None:
+        """The block of `(M̂ + s)⁻¹` with weights at these positions; `None` if there is none.
+
+        It is kept: for one datum, finding and converting it would take longer than a product.
+        """
+        if self._inverse[0] != (shift, dtype):
+            self._inverse = (shift, dtype), {}
+        known = self._inverse[1]
+        if id(index) not in known or known[id(index)][0] is not index:
+            flat = index.flatten()
+            found = next((block for block in self.blocks if torch.equal(block.index.flatten(), flat)), None)
+            if found is not None:
+                parts = (found.U_G, found.U_A, 1 / (found.eigenvalues + shift))
+                found = KroneckerBlock(found.index, *(t.to(dtype) for t in parts))
+            known[id(index)] = index, found
+        return known[id(index)][1]
 
     def _apply(self, v: Tensor, f: Callable[[Tensor, Shift], Tensor], shift: Shift = 0.0) -> Tensor:
         """`f(M̂, s) v_k`, where `f` acts on eigenvalues."""

@@ -175,9 +175,10 @@ class Validation(Criterion):
 class Accuracy(Criterion):
     """A temperature by the accuracy on new data, and then the rule that data without held-out ones have.
 
-    It is for labels. The temperature divides the outputs. It is the one under which training labels are likeliest where
-    outputs have so much noise that they are predicted rightly as often as new ones (`hyperparameters.known_accuracy`).
-    It takes no product with the network.
+    It is for classifications and binary likelihoods, and for priors of one precision. The temperature divides the
+    outputs. It is the one under which training labels are likeliest where outputs have so much noise that they are
+    predicted rightly as often as new ones; below one it is the root of that, since too small a temperature costs more
+    than one that is too large (`hyperparameters.known_accuracy`). It takes no product with the network.
 
     Args:
         value: the part of new labels that the network predicts rightly, as on a test set. It may be off by some

@@ -26,17 +26,11 @@ from laplace_sampling.solvers.placement import NUMBERS_TOGETHER, normal
 # Accuracies are known to about so much: the likeliest temperature is that of three accuracies, the one that is given
 # and one on either side. At half a percent of errors a single one would be decided by a handful of data.
 SPREAD = 0.03
-
-
 # The sizes of the noise that are tried, in decades of the size of the logits, and how many in each decade: at half as
 # many interpolation misses an accuracy by up to .02. The smallest changes no label, the largest leaves nothing else.
 _DECADES, _PER_DECADE = (-3, 2), 8
-
-
 # The smallest temperature that is looked for: a certain network cannot be made surer.
 _LOWEST = math.exp(-5)
-
-
 # Data that are looked at, at most and at least; fewer ones have noise several times. The standard error of an accuracy
 # is then 1.1 % at most.
 _MOST_DATA, _LEAST_DATA = 20_000, 2000

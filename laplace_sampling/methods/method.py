@@ -609,10 +609,13 @@ class Method(ABC):
             return task.ended(found, started, path.passes)
         if task.selection is not None and task.criterion.name != "auto":
             noise = task.model.likelihood.noise_precisions()
+            name, otherwise = f"criterion={task.criterion.name!r}", 'use `criterion="evidence"`'
+            if task.criterion.name == "accuracy":
+                name, otherwise = "accuracy", "leave `accuracy` out"
             raise ValueError(
-                f"`criterion={task.criterion.name!r}` looks for one prior precision, and one noise precision at most, "
-                f"but there are {len(task.prior.names)} and {0 if noise is None else noise.numel()}: use "
-                '`criterion="evidence"`.'
+                f"`{name}` looks for one prior precision, and one noise precision at most, but there are "
+                f'{len(task.prior.names)} and {0 if noise is None else noise.numel()}: take `prior="isotropic"` or '
+                f'"g-prior", or {otherwise}.'
             )
         return self.tune_by_evidence(task)
 

@@ -66,7 +66,7 @@ class Features:
     """Features of some data.
 
     Attributes:
-        layers: in each layer, as they are and of unit length.
+        layers: in each layer.
         last: of unit length, in the last layer.
     """
 
@@ -79,7 +79,8 @@ class Features:
         last, narrow = _narrowed(inputs[-1], LAST_WIDTH), [_narrowed(h, WIDTH) for h in inputs]
         width = max(h.shape[1] for h in narrow)
         padded = torch.stack([F.pad(h, (0, width - h.shape[1])) for h in narrow])
-        return cls(torch.cat([padded, _direction(padded)]), _direction(last))
+        # Features that are all zero have no direction.
+        return cls(padded, F.normalize(last, dim=-1, eps=torch.finfo(last.dtype).tiny))
 
     @classmethod
     def joined(cls, parts: Sequence["Features"]) -> "Features":
@@ -97,11 +98,6 @@ class Features:
 def _narrowed(h: Float[Tensor, "N D"], width: int) -> Float[Tensor, "N W"]:
     """Means over neighbouring features, such as flattened positions of a channel, if there are more than `width`."""
     return F.adaptive_avg_pool1d(h[None], width)[0] if h.shape[1] > width else h
-
-
-def _direction(h: Float[Tensor, "*L N D"]) -> Float[Tensor, "*L N D"]:
-    # Features that are all zero have none.
-    return F.normalize(h, dim=-1, eps=torch.finfo(h.dtype).tiny)
 
 
 def layer_inputs(network: Linearisation, x: Any) -> list[LayerInput]:
@@ -159,7 +155,10 @@ def watched(network: Linearisation, layers: Sequence[LayerInput]) -> Iterator[li
         # Memory may hold parts of the data only, which go through the network one by one.
         if len(inputs) < len(layers):
             missing = [name for name in by_name if name not in inputs]
-            raise ValueError(f"The layers {missing} were not called, by whose inputs novelty is told.")
+            raise ValueError(
+                f"Novelty is told by the inputs of the layers {missing}, but they were not called with an axis of the "
+                "data. x must be like the training data, and have that axis also for one datum, as `x[None]`."
+            )
         found.append(Features.of([inputs[name].to(network.dtype) for name in by_name]))
         inputs.clear()
 

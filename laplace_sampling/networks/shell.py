@@ -400,10 +400,15 @@ class Shell:
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """What the module itself returns, and its layout."""
         args, kwargs = arguments(self._copied(x))
+        with self.explained(x), cpu_out_of_memory:
+            output, layout = read(self.module(*args, **kwargs), num_rows(x))
+            return as_plain(output), layout
+
+    @contextmanager
+    def explained(self, x: Any) -> Iterator[None]:
+        """Errors that torch raises inside say what the network was given."""
         try:
-            with cpu_out_of_memory:
-                output, layout = read(self.module(*args, **kwargs), num_rows(x))
-                return as_plain(output), layout
+            yield
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
                 raise
@@ -494,9 +499,10 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _is_of_torch(error: Exception) -> bool:
-    """Whether an error was raised inside torch, and not by the user's own lines."""
+    """Whether an error was raised inside torch, or what replaces it, and not by the user's own lines."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
+    module = frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] == "torch" or module == ComposedLayers.__module__
 
 
 def _eager() -> AbstractContextManager[Any]:

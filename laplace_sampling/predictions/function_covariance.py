@@ -275,12 +275,11 @@ class CurvatureCovariance(DenseCovariance):
     factor: Inverse
 
     def _blocks(self, batch: Tensor) -> Float[Tensor, "n C C"]:
-        known = self.factor.curvature, self.factor.spread, self.prior.scale
-        if has_covariances_by_layers(*known) and (rows := self.features.rows_by_layers(batch)) is not None:
-            found = covariances_by_layers(known[0], rows, *known[1:])
-            if found is not None:
-                return found
-        return super()._blocks(batch)
+        curvature, found = self.factor.curvature, None
+        if has_covariances_by_layers(curvature, self.prior):
+            rows = self.features.rows_by_layers(batch)
+            found = None if rows is None else covariances_by_layers(curvature, rows, self.prior)
+        return super()._blocks(batch) if found is None else found
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Diagonal and Kronecker-factored curvature, against dense algebra."""
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling import Categorical, Data, Gaussian, LinearisedLaplace
 from laplace_sampling.curvature import kronecker as kfac
 from laplace_sampling.curvature.closed_form import KroneckerFit, factored_curvature
-from laplace_sampling.curvature.kronecker import Kronecker, partial_traces, squares
+from laplace_sampling.curvature.kronecker import Kronecker, KroneckerBlock, partial_traces, squares
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import features_at
 from laplace_sampling.linear_model.ggn import GGN
@@ -506,3 +507,31 @@ def test_laplace_torch_has_the_same_curvature_of_a_classifier() -> None:
     theirs.fit(DataLoader(TensorDataset(x, y), 12))
     expected = torch.diag(theirs.posterior_precision).detach()
     assert_close(dense(curvature(case, "diagonal")[0], 35) + shift, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_blocks_of_the_inverse_are_of_the_positions_the_shift_and_the_dtype_asked_for() -> None:
+    """One after another, each beside the dense inverse."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.arange(6).reshape(1, 2, 3), torch.arange(6, 18).reshape(1, 3, 4)
+    blocks = []
+    for index in (first, second):
+        U_G, U_A = (
+            torch.linalg.qr(torch.randn(1, n, n, generator=generator, dtype=torch.float64))[0] for n in index.shape[1:]
+        )
+        eigenvalues = torch.rand(index.shape, generator=generator, dtype=torch.float64)
+        blocks.append(KroneckerBlock(index, U_G, U_A, eigenvalues))
+    nothing = torch.zeros(0, dtype=torch.long)
+    curvature = Kronecker(blocks, nothing, nothing.double(), 0.0)
+    eye = torch.eye(18, dtype=torch.float64)
+    M = curvature.matmul(eye)
+    asked = [(first, 0.5), (second, 0.5), (first, 2.0), (first.clone(), 2.0), (second, 2.0)]
+    for dtype, (index, shift) in itertools.product((torch.float64, torch.float32), asked):
+        block = curvature.inverse_at(index, shift, dtype)
+        assert block is not None
+        assert block.U_A.dtype == dtype
+        turned = block.turned(eye.to(dtype))[:, 0].flatten(1)
+        positions = index.flatten()
+        found = ((turned * block.eigenvalues.flatten()) @ turned.T)[positions][:, positions].double()
+        expected = torch.linalg.inv(M + shift * eye)[positions][:, positions]
+        assert_close(found, expected, rtol=0, atol=1e-10 if dtype == torch.float64 else 1e-5)
+    assert curvature.inverse_at(first[:, :1], 0.5, torch.float64) is None

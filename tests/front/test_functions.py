@@ -334,11 +334,25 @@ def test_programs_that_fail() -> None:
     for program in no_numbers:
         with pytest.raises(TypeError, match="must return a tensor"):
             la.propagate(program)
-    with pytest.raises(RuntimeError, match="shape"):
+    for no_program in (None, points):
+        with pytest.raises(TypeError, match="takes a function of the network"):
+            la.propagate(no_program)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"fails on inputs of shape \[3, 1\]"):
         la.propagate(lambda f: f(points[:, :1]))
+    with pytest.raises(ValueError, match=r"fails on inputs of shape \[3, 1\]"):
+        la.functions()(points[:, :1])
     with pytest.raises(ValueError, match="num_samples=65"):
         la.propagate(lambda f: f(points), num_samples=65)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_program_that_returns_no_numbers() -> None:
+    model, (x, y), points = mlp(), data(20), torch.randn(3, 2)
+    for method in ("exact", "krylov"):
+        pred = fitted(model, x, y, method=method).propagate(lambda f: f(points[:0]))
+        assert pred.mean.shape == pred.stddev.shape == model(points[:0]).shape
+        assert pred.samples.shape[1:] == pred.mean.shape
+        assert pred.joint_covariance().shape == (0, 0)
 
 
 def test_programs_that_change_tensors_in_place() -> None:

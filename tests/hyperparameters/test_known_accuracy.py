@@ -160,7 +160,15 @@ def test_it_is_one_mechanism_with_criteria_plans_files_and_later_fits(tmp_path: 
     assert la.fit_hyperparameters(loader, accuracy=0.6, warm_start=True, progress=False).temperature_ == again
     # An accuracy that is known does not change which error bars are possible, only how sure predictions are.
     assert "accuracy=" not in str(la)
+    assert f"temperature_={la.temperature_:.3g}" in str(la)
     assert "pass `val_loader`, or `accuracy=`" in str(fitted(model, loader))
+
+
+def test_it_takes_a_prior_of_one_precision() -> None:
+    body, loader = overfitted(50)
+    model = nn.Sequential(body, nn.Tanh(), nn.Linear(C, C))
+    with pytest.raises(ValueError, match=r"`accuracy` looks for one prior precision.*or leave `accuracy` out"):
+        LinearisedLaplace(model, "classification", prior="layerwise").fit_hyperparameters(loader, accuracy=0.6)
 
 
 def test_data_on_the_cpu_and_a_model_on_a_device() -> None:

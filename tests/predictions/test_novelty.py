@@ -57,11 +57,16 @@ def test_p_values_of_exchangeable_features_are_uniform() -> None:
         assert ((found.mean(0) - levels).abs() < 3.5 * error + 0.005).all()
 
 
-def dense_novelty(layers: list[Tensor], new: list[Tensor]) -> Tensor:
+def dense_novelty(layers: list[Tensor], new: list[Tensor], labels: Tensor) -> Tensor:
     """By a loop over data, each left out of mean and scatter, and over reference data; ridges stay those of all."""
     n = len(layers[0])
-    f64 = [h.double() for h in layers]
-    both, both_new = ([*of, *(h / h.norm(dim=1, keepdim=True) for h in of)] for of in (f64, [h.double() for h in new]))
+    scales = [h.square().sum(1).mean().sqrt() for h in layers]
+
+    def with_the_layer_before(of: list[Tensor]) -> list[Tensor]:
+        scaled = [h / scale for h, scale in zip(of, scales, strict=True)]
+        return [torch.cat(pair, 1) for pair in zip([torch.zeros_like(of[0]), *scaled[:-1]], scaled, strict=True)]
+
+    both, both_new = with_the_layer_before(layers), with_the_layer_before(new)
     q, q_new = torch.zeros(len(both), n).double(), torch.zeros(len(both), len(new[0])).double()
     for number, (z, z_new) in enumerate(zip(both, both_new, strict=True)):
         d, S = z.shape[1], torch.cov(z.T, correction=0)
@@ -75,9 +80,13 @@ def dense_novelty(layers: list[Tensor], new: list[Tensor]) -> Tensor:
 
         q[number] = torch.stack([distance(z[i], z[torch.arange(n) != i]) * (n - 1) / n for i in range(n)])
         q_new[number] = torch.stack([distance(x, z) for x in z_new])
-    u, v = both[-1], both_new[-1]
+    u, v = (h[-1] / h[-1].norm(dim=1, keepdim=True) for h in (layers, new))
     k = max(1, round(math.sqrt(n) / 7))
     near = torch.stack([(u[i] - u[torch.arange(n) != i]).norm(dim=1).sort().values[k - 1] for i in range(n)])
+    unseen = torch.stack([(u[i] - u[labels != labels[i]]).norm(dim=1).sort().values[k - 1] for i in range(n)])
+    p_unseen = torch.stack([(1 + (near >= d).sum()) / (n + 1) for d in unseen])
+    w = max(0.1, 1 - (1 - 2 * float(p_unseen.mean())) ** 2)
+    assert 0.2 < w < 0.9
     near_new = torch.stack([(x - u).norm(dim=1).sort().values[k - 1] for x in v])
 
     def p(reference: Tensor, value: Tensor, own: bool) -> float:
@@ -85,7 +94,7 @@ def dense_novelty(layers: list[Tensor], new: list[Tensor]) -> Tensor:
 
     def evidence(near_of: Tensor, sums_of: Tensor, own: bool) -> Tensor:
         ps = [(p(near, a, own), p(sums, b, own)) for a, b in zip(near_of, sums_of, strict=True)]
-        return torch.tensor([0.85 / a + 0.15 / b for a, b in ps]).double()
+        return torch.tensor([(1 - w) / a + w / b for a, b in ps]).double()
 
     def sums_of(values: Tensor, own: bool) -> Tensor:
         logs = [[math.log(p(row, v, own)) for v in of] for row, of in zip(q, values, strict=True)]
@@ -110,9 +119,31 @@ def test_it_is_what_a_loop_over_data_gives() -> None:
         return [F.pad(h, (0, 12 - h.shape[1])) for h in found]
 
     with torch.no_grad():
-        expected = dense_novelty(inputs(x), inputs(new))
+        expected = dense_novelty(inputs(x), inputs(new), data(120)[1])
     assert_close(la.novelty_of(new), expected.double(), atol=1e-6, rtol=0)
     assert len(expected.unique()) > 10
+
+
+def test_neighbours_count_by_how_well_classes_are_apart() -> None:
+    """On clusters by class, of the same data with labels by chance, and of data without classes."""
+    y = torch.arange(300) % 3
+    x = 6 * F.one_hot(y, 5) + normal(300, 5)
+    by_chance = y[torch.randperm(300, generator=torch.Generator().manual_seed(0))]
+    apart, mixed, none = (
+        LinearisedLaplace(nn.Linear(5, 3), likelihood).calibrate_novelty([(x, targets)])
+        for likelihood, targets in (
+            ("classification", y),
+            ("classification", by_chance),
+            ("regression", normal(300, 3)),
+        )
+    )
+    weights = [float(la._novelty.weight) for la in (apart, mixed, none)]  # pyright: ignore
+    assert weights[0] == weights[2] == pytest.approx(0.1)
+    assert weights[1] > 0.95
+    # The mean of all clusters is new by neighbours only.
+    between = torch.tensor([[2.0, 2.0, 2.0, 0.0, 0.0]])
+    assert apart.novelty_of(between) > 0.97
+    assert mixed.novelty_of(between) < 0.9
 
 
 def test_what_is_far_is_strange_and_training_data_are_not() -> None:
@@ -250,6 +281,9 @@ def test_one_layer_missing_targets_and_constant_features_give_values() -> None:
     assert la.novelty_of(torch.full((1, 3), 50.0)) > 0.9
     constant = LinearisedLaplace(nn.Linear(3, 1), "regression").calibrate_novelty([(torch.ones(300, 3), y)])
     assert_close(constant.novelty_of(torch.ones(2, 3)), torch.zeros(2))
+    zero = LinearisedLaplace(nn.Linear(3, 1), "regression").calibrate_novelty([(torch.zeros(300, 3), y)])
+    assert_close(zero.novelty_of(torch.zeros(2, 3)), torch.zeros(2))
+    assert zero.novelty_of(torch.ones(1, 3)) > 0.9
 
 
 def test_messages() -> None:
@@ -263,6 +297,10 @@ def test_messages() -> None:
         LinearisedLaplace(nn.Linear(1, 1), "regression").calibrate_novelty([(x[:, :1], x[:, :1])])
     with pytest.raises(ValueError, match="NaN"):
         la.calibrate_novelty([(x, y)]).novelty_of(x * math.nan)
+    with pytest.raises(ValueError, match=r"also for one datum, as `x\[None\]`"):
+        la.novelty_of(x[0])
+    with pytest.raises(TypeError, match=r"`novelty_of\(x\)` needs a tensor"):
+        la.novelty_of("x")
     other = LinearisedLaplace(network(), "classification", method="exact", num_samples=2).fit([(x, y)], progress=False)
     with pytest.raises(ValueError, match=r"la.calibrate_novelty\(train_loader\)"):
         _ = other.predict(x).novelty

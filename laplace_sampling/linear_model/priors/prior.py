@@ -8,6 +8,7 @@ simple form (thesis §6.2.2).
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -49,6 +50,12 @@ class GaussianPrior:
         precision = self.precision.to(self.scale)
         # Of one group without a copy, which each prediction would wait for.
         return precision.expand(len(self.groups)) if len(precision) == 1 else precision[self.groups]
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all weights have one precision and one scale; kept, as each prediction asks."""
+        spread = self.precision if len(self.precision) == 1 else self.spread()
+        return all(bool((values == values[0]).all()) for values in (spread, self.scale))
 
     def diagonal(self) -> Float[Tensor, " P"]:
         """The diagonal of `A`."""
