@@ -122,7 +122,8 @@ def test_a_function_to_one_percent_in_a_hundred_passes() -> None:
 @pytest.mark.parametrize("settings", SETS)
 def test_a_function_to_one_percent_of_four_thousand_data(settings: tuple[float, float, float]) -> None:
     gp, x, _ = generated(*settings, n=4000)
-    exact, found = condition(gp, 16, solver="exact"), condition(gp, 16, solver="cg")
+    # The tolerance is one at the data; at other inputs the error of a draw may be larger by chance.
+    exact, found = condition(gp, 16, solver="exact"), condition(gp, 16, solver="cg", tolerance=0.005)
     assert found.passes <= 100
     assert function_error(found, exact, x) <= 0.01
 
