@@ -141,7 +141,9 @@ class Posterior:
         Samples of a closed form are left out: they are drawn again when they are asked for.
         """
         state = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "likelihood"}
-        state |= {name: dict(vars(part)) for name, part in state.items() if name in _PARTS and part is not None}
+        parts = {name: part for name, part in state.items() if name in _PARTS and part is not None}
+        # Fields alone, without what a part has computed and kept.
+        state |= {name: {f.name: getattr(part, f.name) for f in fields(part)} for name, part in parts.items()}
         return state | {
             "noise_precision": self.likelihood.noise_precisions(),
             "method": recipe_of_method(self.method),

@@ -19,7 +19,7 @@ def softmax(logits: Float[Tensor, "*K c"], *, log: bool = False) -> Float[Tensor
     function = torch.log_softmax if log else torch.softmax
     if logits.shape[-1] >= _FEW_CLASSES:
         return function(logits, -1)
-    return function(logits.movedim(-1, 0).contiguous(), 0).movedim(0, -1)
+    return function(logits.movedim(-1, 0), 0).movedim(0, -1)
 
 
 class Labels(Likelihood):
