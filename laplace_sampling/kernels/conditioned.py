@@ -279,7 +279,7 @@ class _Prior:
         return self.noise[0]
 
     def extended(self, x: Tensor, y: Tensor, noise: Tensor | None) -> Self:
-        """The same prior, of more data."""
+        """Returns the prior of these data and new ones together."""
         y = as_numbers("`Y_new`", y).to(self.y).reshape(-1)
         if len(y) != len(x) or not bool(y.isfinite().all()):
             raise ValueError(f"`extended` needs a finite target for each input, but got {len(x)} and {len(y)}.")

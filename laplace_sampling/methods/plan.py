@@ -237,7 +237,7 @@ class Plan:
 
 
 def of_last_layer(problem: Problem) -> Problem | None:
-    """The same problem with the weights of the last layer random; `None` where that has no closed form of its own."""
+    """Returns the problem of the last layer alone; `None` where that has no closed form of its own."""
     tangent, cost = problem.tangent, problem.cost
     assert cost is not None
     if head_of(problem.features) is not None or of_some_weights(tangent.network) or problem.measured:
