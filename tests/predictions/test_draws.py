@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import reference
@@ -12,7 +13,8 @@ from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import IsotropicPrior, LinearisedLaplace
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.predictions.function_covariance import DenseCovariance, white_noise
 
 NAMES = ["regression", "classification", "conv_batch_norm", "layer_norm", "attention", "token_labels", "multi_task"]
@@ -72,6 +74,27 @@ def test_covariances_are_those_of_dense_algebra(name: str, method: str, prior: s
     alone = torch.cat([la.predict(case.x[n : n + 1]).covariance() for n in range(num)])
     assert_close(alone.reshape(expected.shape), expected, rtol=1e-8, atol=1e-12)
     assert_close(pred.joint_covariance(), joint, rtol=1e-8, atol=1e-12)
+
+
+class TwiceAsWide(IsotropicPrior):
+    """The isotropic prior with a scale of two: `A = α/4`."""
+
+    def build(self, *args: Any) -> GaussianPrior:
+        prior = super().build(*args)
+        return replace(prior, scale=2 * prior.scale)
+
+
+@pytest.mark.parametrize("method", ["kfac", "diagonal", "subset"])
+def test_a_prior_with_one_scale_is_one_of_another_precision(method: str) -> None:
+    case = case_of("conv_batch_norm")
+    scaled, plain = (
+        LinearisedLaplace(case.model, case.likelihood, method=method, prior=prior)
+        .fit(loader(case), progress=False, tolerance=1e-6)
+        .predict(case.x)
+        for prior in (TwiceAsWide(2.8), IsotropicPrior(0.7))
+    )
+    assert_close(scaled.covariance(), plain.covariance(), rtol=1e-8, atol=1e-12)
+    assert_close(scaled.joint_covariance(), plain.joint_covariance(), rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["classification", "conv_batch_norm", "layer_norm", "shared"])
