@@ -262,11 +262,14 @@ class Fitted:
         fit = self.fit.with_samples()
         self.posterior, self.fit = self.posterior.drawn(fit), fit.without_samples()
 
-    def new_samples(self, fit: Fit, settings: Settings, num_samples: int) -> Float[Tensor, "K P"]:
-        """Samples that no call before has drawn."""
-        with LOCK:
-            self.num_draws += 1
-            stream = Stream.SAMPLES + self.num_draws
+    def new_samples(
+        self, fit: Fit, settings: Settings, num_samples: int, stream: int | None = None
+    ) -> Float[Tensor, "K P"]:
+        """Samples of a stream of noise, or such that no call before has drawn."""
+        if stream is None:
+            with LOCK:
+                self.num_draws += 1
+                stream = Stream.SAMPLES + self.num_draws
         with settings.processes.shared_call():
             sampled = fit.draw(Draws(num_samples, settings.seed, stream))
         if not (sampled.converged or fit.tolerable):

@@ -132,6 +132,12 @@ class DualCG(Sampler):
             error=found.error,
         )
 
+    def inverse(self, ggn: GGN, prior: GaussianPrior, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
+        """`H⁻¹ v` of rows, unscaled: a sample of the prior without noise, with `A⁻¹v` in its place."""
+        centre = v.double() * prior.scale.double() / prior.spread().double()
+        nothing = centre.new_zeros(len(v), ggn.outputs.numel())
+        return self._solve(ggn, prior, nothing, centre).value * prior.scale.double()
+
     def _solve(
         self, ggn: GGN, prior: GaussianPrior, target: Float[Tensor, "K NC"], centre: Float[Tensor, "K P"]
     ) -> "_Solved":

@@ -365,12 +365,23 @@ class GramPosterior:
         variance = (self.variance / alpha).to(self.vectors.device)
         samples = draws.prior(features.size).to(self.vectors.device, features.dtype)
         samples.mul_(variance.sqrt().to(features.dtype))
-        # Prior samples go through the features: a root of `K` would give the outputs only, not the weights.
-        prior_outputs = features.outputs(samples).double()
-        white = draws.noise(features.num_outputs)(torch.arange(features.num_data)).to(prior_outputs) / b**0.5
-        difference = white.flatten(1) - self.root_transpose(prior_outputs)
+        white = draws.noise(features.num_outputs)(torch.arange(features.num_data)).to(self.vectors) / b**0.5
+        return samples.add_(self._correction(samples, white.flatten(1)))
+
+    def inverse(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
+        """`H⁻¹ v` of rows, unscaled: the correction of `A⁻¹v` without noise."""
+        v = v.to(self.vectors) * self.variance / self.precisions[0]
+        return v + self._correction(v)
+
+    def _correction(
+        self, weights: Float[Tensor, "K P"], white: Float[Tensor, "K NC"] | float = 0.0
+    ) -> Float[Tensor, "K P"]:
+        """`A⁻¹Φᵀ L U (Λ/α + 1/b)⁻¹ Uᵀ (z/√b − LᵀΦθ)`."""
+        features, (alpha, b) = self.model.features, self.precisions
+        # Weights go through the features: a root of `K` would give the outputs only, not the weights.
+        difference = white - self.root_transpose(features.outputs(weights.to(features.dtype)).double())
         solved = (difference @ self.vectors / (self.eigenvalues / alpha + 1 / b)) @ self.vectors.T
-        return samples.add_(transposed(features, self._root(solved)) * variance)
+        return self._to_weights(self._root(solved))
 
     def leave_one_out(self) -> LeaveOneOut:
         r"""Each datum predicted from the others, see `predictions.leave_one_out`.
@@ -429,6 +440,9 @@ class GramCovariance(FunctionCovariance):
 
     posterior: GramPosterior
     features: Features
+
+    def inverse(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
+        return self.posterior.inverse(v)
 
     @cached_property
     def _rotated(self) -> Float[Tensor, "MC NC"]:

@@ -30,6 +30,8 @@ class Stream(IntEnum):
     SUBSET_PROBES = 2**20 + 7
     FACTORS = 2**20 + 8
     OUTPUTS = 2**20 + 9
+    DESIGN = 2**20 + 10
+    DESIGN_NOISE = 2**20 + 11
 
 
 # Noise is generated for blocks of data: `_BLOCK` data, or fewer where that would be more than `_NUMBERS` numbers for a

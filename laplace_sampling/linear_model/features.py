@@ -264,8 +264,9 @@ class Features(ABC):
 
     def rows_of(self, datum: int, outputs: slice) -> Float[Tensor, "c P"]:
         """Some rows of a `φ_i`, by VJPs of unit vectors."""
-        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
-        return self.vjp(eye[outputs, None], torch.tensor([datum]))
+        places = torch.arange(self.num_outputs)[outputs, None, None]
+        units = torch.zeros(len(places), 1, self.num_outputs).scatter_(2, places, 1)
+        return self.vjp(units.to(self.device, self.dtype), torch.tensor([datum]))
 
     def chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
         """The indices of a batch, by default of all data, in parts of at most `batch_size`."""

@@ -46,6 +46,10 @@ class FunctionCovariance(ABC):
     def joint(self) -> Float[Tensor, "NC NC"]:
         """The covariance over all inputs and outputs, the outputs of an input adjacent."""
 
+    def inverse(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
+        """`H⁻¹ v` of rows, in float64."""
+        raise NotImplementedError(f"{type(self).__name__} knows covariances, but not those of the weights.")
+
 
 class Function(FunctionCovariance):
     """The function at the inputs of a prediction: its covariance, and `num_samples` samples of it."""
@@ -247,6 +251,10 @@ class DenseCovariance(FunctionCovariance):
         factor = Factor(prior.spread().double(), tensors["factor"], tensors.get("root"))
         return cls(features, prior, factor, precise=True)
 
+    def inverse(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
+        scale = self.prior.scale.double()
+        return self.factor.solve(v.double() * scale) * scale
+
     def blocks(self) -> Float[Tensor, "N C C"]:
         features = self.features
         memory = min(BLOCK_BYTES, free_memory(features.device) / 2)
@@ -308,8 +316,15 @@ class HeadCovariance(FunctionCovariance):
     def variance(self) -> Float[Tensor, "N C"]:
         return head_variances(self.curvature, *self._inputs, self.prior.precision[0], self.prior.scale)
 
+    @property
+    def _dense(self) -> DenseCovariance:
+        return DenseCovariance(self.features, self.prior, Inverse(self.curvature, self.prior.spread()))
+
     def joint(self) -> Float[Tensor, "NC NC"]:
-        return DenseCovariance(self.features, self.prior, Inverse(self.curvature, self.prior.spread())).joint()
+        return self._dense.joint()
+
+    def inverse(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
+        return self._dense.inverse(v)
 
 
 def factored_covariance(features: Features, prior: GaussianPrior, curvature: Curvature) -> FunctionCovariance:
