@@ -80,13 +80,13 @@ def test_scores_of_measurements_are_those_of_dense_matrices(prior: str, method: 
     expected = dense_scores(la, inverse.picture(SIDE)[1], pilots, (ones[:1], ones[:, 0]), candidates, targets)
     for criterion in CRITERIA:
         given = {"targets": targets} if criterion == "variance" else {}
-        samples = {"exact": None, "dual": 1000, "krylov": 250}[method]
+        samples = {"exact": None, "dual": 1000, "krylov": 100}[method]
         found = scores(la, candidates, criterion, **given, num_samples=samples)
         if samples is None:
             assert_close(found, expected[criterion], rtol=1e-7, atol=0)
             continue
-        # Three standard errors of a sum over one direction. Of the angle that a pilot has seen products of samples leave
-        # noise of what the others have.
+        # Three standard errors of a sum over one direction. Of the angle that a pilot has seen, products of samples
+        # leave noise of what the others have.
         error = 3 * math.sqrt(2 / samples)
         assert_close(found, expected[criterion], rtol=error, atol=0.1 * error * float(expected[criterion].max()))
 
@@ -126,7 +126,7 @@ def test_scores_of_inputs_are_those_of_dense_matrices(method: str, targets: bool
 
 @covering(method=["exact", "dual", "krylov"], criterion=CRITERIA)
 def test_greedy_is_what_fits_with_the_chosen_measurements_say(method: str, criterion: str) -> None:
-    """Each gain is the score after a fit of the blocks before it, and the best one: by samples up to their noise (`√(2/200)` is .1)."""
+    """Each gain is the score after a fit of the blocks before it, and the best one; by samples up to their noise."""
     candidates, pilots = blocks(SIDE, 7), torch.cat(blocks(SIDE, 2))
     given = {"targets": eye(SIDE**2)} if criterion == "variance" else {}
     la = fit(pilots, method=method)
@@ -146,17 +146,19 @@ def test_a_batch_of_inputs_is_what_fits_with_them_say(method: str, samples: int 
     x, new, at = inputs(10, 0), inputs(15, 1), inputs(20, 2)
     la = regression(x, method)
     design = greedy(la, new, 4, "variance", targets=at, num_samples=samples)
+    # A part of the data keeps as many eigenvectors as its tolerance of 1.5 % needs, of which variances have twice that.
+    error = 0.2 if samples else {"exact": 1e-6, "subset": 0.03}[method]
     for step, (best, gain) in enumerate(zip(design.chosen, design.gains, strict=True)):
         refit = scores(regression(torch.cat([x, new[design.chosen[:step]]])), new, "variance", targets=at)
         refit[design.chosen[:step]] = -math.inf
-        assert_close(gain, float(refit[best]), rtol=1e-6 if samples is None else 0.2, atol=0)
-        assert float(refit[best]) >= (0.85 if samples else 1 - 1e-9) * float(refit.max())
+        assert_close(gain, float(refit[best]), rtol=error, atol=0)
+        assert float(refit[best]) >= (1 - error) * float(refit.max())
 
 
 @pytest.mark.parametrize("criterion", ["eig", "ese"])
 def test_choices_by_a_thousand_samples_are_the_exact_ones(criterion: str) -> None:
-    """On 9 of 10 steps at least, each after the same choices: 30 angles of 12 × 12 pixels."""
-    side = 12
+    """On 9 of 10 steps at least, each after the same choices: 30 angles of 10 × 10 pixels."""
+    side = 10
     candidates = blocks(side, 30)
     la, same = fit(torch.cat(candidates[::10]), side=side, method="exact"), 0
     for seed in range(10):
@@ -175,7 +177,6 @@ def test_the_posterior_stays_as_it_is() -> None:
     scores(la, candidates)
     assert torch.equal(la.samples_, other.samples_)
     assert torch.equal(la.sample(2), other.sample(2))
-    assert la.epochs_ == other.epochs_
 
 
 @pytest.mark.parametrize("samples", [None, 50])
