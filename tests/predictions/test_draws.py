@@ -46,8 +46,9 @@ def few_positions() -> Case:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         x = torch.randn(6, 1, 4, 4, dtype=torch.float64)
-        layers = nn.Conv2d(1, 6, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(6, 6, 3, padding=1), nn.Tanh()
-        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(24, 3)).double()
+        # The second convolution has more weights than blocks that are not factored.
+        layers = nn.Conv2d(1, 12, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(12, 12, 3, padding=1), nn.Tanh()
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(48, 3)).double()
     return replace(make_case("classification"), model=model, x=x, y=torch.arange(6) % 3)
 
 
