@@ -41,7 +41,8 @@ BOTH = {
     **dict.fromkeys(
         (
             "MAP", "temperature scaling", "temperature by test oracle", "ours", "ours, validation",
-            "ours, last layer", "ours, last layer, validation", "ours, KFAC", "laplace-torch, last layer, KFAC",
+            "ours, last layer", "ours, last layer, validation", "ours, KFAC", "ours, novelty",
+            "ours, novelty, validation", "laplace-torch, last layer, KFAC",
         ),
         0,
     ),
@@ -54,7 +55,7 @@ BOTH = {
         ),
         1,
     ),
-    **dict.fromkeys(("novelty", "novelty, validation", *PEERS), 1),  # scores of other data alone
+    **dict.fromkeys(PEERS, 1),  # scores of other data alone
     **dict.fromkeys(
         (
             "laplace-torch, KFAC", "laplace-torch, KFAC, validation", "laplace-torch, diagonal",

@@ -47,7 +47,7 @@ def test_words_name_what_is_better() -> None:
     )
 
 
-def test_new_results_keep_the_network_alone_and_its_time() -> None:
-    old = [_row("a", "MAP", -1.0, 2.0), _row("a", "SNGP", -0.9, 3.0)]
+def test_new_results_bring_their_network_alone_and_times_are_relative_to_it() -> None:
+    old = [_row("a", "MAP", -1.0, 2.0), _row("a", "ours", -0.7, 5.0), _row("a", "SNGP", -0.9, 3.0)]
     new = [_row("a", "MAP", -1.1, 8.0), _row("a", "ours", -0.8, 16.0), _row("b", "MAP", -2.0, 8.0)]
-    assert merged(old, new) == [old[0], _row("a", "ours", -0.8, 4.0), old[1], new[2]]
+    assert merged(old, new) == [*new[:2], _row("a", "SNGP", -0.9, 12.0), new[2]]

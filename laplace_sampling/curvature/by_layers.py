@@ -4,9 +4,11 @@ With `δ_c ⊗ h` for row `c` in a linear layer and the prior precision `s`,
 
     LowRank:    V = ((hᵀh) δδᵀ − q (Λ + s)⁻¹ qᵀ)/s,     q = δ (F h),
     Kronecker:  V = δ̃ diag(Σ_n h̃_n²/(Λ_mn + s)) δ̃ᵀ,     δ̃ = δ U_G,  h̃ = U_Aᵀ h,
+                with sums δ̃_t ⊗ h̃_t in place of δ̃ ⊗ h̃ where a datum uses the layer at few positions t,
     Jacobi:     V = δ diag(Σ_n h_n²/(d_mn + s)) δᵀ,
 
-summed over layers. No row of `P` numbers is formed; convolutions and normalisations have rows of their own weights.
+summed over layers. No row of `P` numbers is formed; normalisations, and convolutions at many positions, have rows of
+their own weights.
 """
 
 from jaxtyping import Float
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from laplace_sampling.curvature.kronecker import Kronecker, KroneckerBlock
 from laplace_sampling.curvature.low_rank import LowRank
-from laplace_sampling.linear_model.features import OutputRows
+from laplace_sampling.linear_model.features import OutputRows, formed
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.layers import OfOutputs
 from laplace_sampling.solvers.preconditioners import Curvature, Jacobi
@@ -65,15 +67,19 @@ def _of_block(block: KroneckerBlock, rows: OfOutputs) -> Float[Tensor, "n C C"]:
     layer, (left, *inputs) = rows
     U_G, U_A, inverse = block.U_G, block.U_A, block.eigenvalues
     if inputs and block.index.shape == layer.index.shape:
-        turned, squares = left @ U_G[0], (inputs[0] @ U_A[0]).square()
+        turned, of_inputs = (left.mT @ U_G[0]).mT, (inputs[0].mT @ U_A[0]).mT
+        if of_inputs.shape[2] > 1:
+            turned = formed(turned, of_inputs)
+            return (turned * inverse[0]).flatten(2) @ turned.flatten(2).mT
+        turned, squares = turned[..., 0], of_inputs[..., 0].square()
         return (turned * (squares @ inverse[0].T)[:, None]) @ turned.mT
     m, k = layer.index.shape[1:]
-    if inputs and block.index.shape[1] == 1:  # a block that is not factored
+    if inputs and inputs[0].shape[2] == 1 and block.index.shape[1] == 1:  # a block that is not factored
         # Views, since a copy would take longer than the product for a few data.
-        turned = left @ (inputs[0] @ U_A.reshape(m, k, -1)).movedim(1, 0)
+        turned = left[..., 0] @ (inputs[0][..., 0] @ U_A.reshape(m, k, -1)).movedim(1, 0)
         return (turned * inverse[0, 0]) @ turned.mT
     if inputs:
-        left = (left[..., None] * inputs[0][:, None, None]).flatten(2)
+        left = formed(left, inputs[0]).flatten(2)
     turned = left.unflatten(2, block.index.shape)
     # One product of matrices for all data.
     turned = (turned.reshape(-1, U_A.shape[1]) @ U_A[0]).view_as(turned) if len(U_A) == 1 else turned @ U_A

@@ -154,6 +154,10 @@ class OutputRows:
         for layer, (rows, *inputs) in self.layers:
             start, of_bias = (self.starts[name] for name in (layer.names * 2)[:2])
             with_bias = len(layer.names) > 1
+            if inputs and inputs[0].shape[2] > 1:
+                rows, inputs = formed(rows, inputs[0]).flatten(2), []
+            elif inputs:
+                rows, inputs = rows[..., 0], [inputs[0][..., 0]]
             if inputs:
                 yield start, rows, inputs[0][:, :-1] if with_bias else inputs[0]
             elif with_bias:
@@ -190,6 +194,11 @@ class OutputRows:
                 left = rows * of_h[:, None]
             total.append(left @ rows.mT)
         return sum(total[1:], total[0])
+
+
+def formed(g: Float[Tensor, "n C m T"], a: Float[Tensor, "n k T"]) -> Float[Tensor, "n C m k"]:
+    """The rows of a layer that each datum uses `T` times."""
+    return (g.flatten(1, 2) @ a.mT).unflatten(1, g.shape[1:3])
 
 
 def inner_products(left: Float[Tensor, "n p"], right: Float[Tensor, "m p"]) -> Float[Tensor, "n m"]:

@@ -455,7 +455,8 @@ def _close(found: Tensor, expected: Tensor, eps: float | None = None) -> bool:
 
 # Positions of weights in the flat vector, `[m, k]`, and `g`, `[n, m]`, and `a`, `[n, k]`, of each datum.
 Outer = tuple[Tensor, Float[Tensor, "n m"], Float[Tensor, "n k"]]
-# A layer with `g`, `[n, C, m]`, and `a`, `[n, k]`, where a datum uses it once; else with its part of rows, `[n, C, p]`.
+# A layer with `g`, `[n, C, m, T]`, and `a`, `[n, k, T]`, where a datum uses it `T` times and these are fewer numbers
+# than its part of rows, `[n, C, p]`; else with that part.
 OfOutputs = tuple[Layer, tuple[Tensor, ...]]
 # Data of which the layers are found, at most.
 _TRIED = 16
@@ -542,8 +543,9 @@ def _outer(layer: Layer, pair: Pair) -> tuple[Tensor, Tensor]:
 
 def _of_outputs(layer: Layer, pair: Pair) -> tuple[Tensor, ...]:
     g, a = pair
-    if _used_once(layer, a):
-        return g[:, :, 0, :, 0], a[:, 0, :, 0]
+    num_outputs, (q, m, k), times = g.shape[1], layer.index.shape, a.shape[3]
+    if q == 1 and times * (num_outputs * m + k) < num_outputs * m * k:
+        return g[:, :, 0], a[:, 0]
     # One product of matrices for all outputs.
     rows = g.transpose(1, 2).flatten(2, 3) @ a.mT
     return (rows.unflatten(2, (-1, g.shape[3])).transpose(1, 2).flatten(2),)

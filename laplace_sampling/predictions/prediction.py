@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
+from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.batches import Layout, as_tensors, flattened, flaw_of
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
@@ -350,6 +351,78 @@ class RegressionPrediction(_Intervals):
         error = error.where(given, 0)
         joint = LowRankMultivariateNormal(torch.zeros_like(error), factor, noise).log_prob(error)
         return joint + 0.5 * math.log(2 * math.pi) * (~given).sum(1).to(joint)
+
+    def log_likelihood(
+        self, truth: Tensor, patch: tuple[int, int] | None = None, pixel_noise: float = 0.0
+    ) -> Float[Tensor, " N"]:
+        r"""`log N(truth | mean, Σ + pixel_noise I)` of each image, without observation noise: the mean over its pixels.
+
+        Pixels of a patch, with all its channels, are joint, and patches are independent (thesis §7.3.5). They tile the
+        image, and the last ones take the rows and columns that are left: patches of (10, 10) of an image of 28 × 28
+        have 10 or 18 rows, and as many columns. `Σ` is exact where `variance` is. Else it is `½(diag Ĉ + Ĉ)` with
+        the covariance `Ĉ = (1/K) Σ_k (φζ_k)(φζ_k)ᵀ` of the samples, which is regular also for patches of more pixels
+        than there are samples.
+
+        Args:
+            truth: images in the shape of `mean`, `[N, ..., H, W]`; pixels of NaN do not count.
+            patch: rows and columns of a patch; by default each pixel is by itself.
+            pixel_noise: variance of the truth's own noise, in squared units of the image.
+
+        Returns:
+            Natural logarithms in float64; NaN for an image without any pixel that counts.
+
+        Raises:
+            ValueError: if outputs are not images, if the truth or an argument does not fit, or if some pixels vary so
+                little that the covariance has no density.
+        """
+        shape = self.outputs.shape
+        if len(shape) < 3 or truth.shape != shape:
+            raise ValueError(
+                "`log_likelihood(truth)` needs images [N, ..., H, W] in the shape of `mean`, but `mean` is "
+                f"{list(shape)} and the truth is {list(truth.shape)}."
+            )
+        if not 0 <= pixel_noise < math.inf:
+            raise ValueError(f"`log_likelihood(pixel_noise=...)` must be a variance, but is {pixel_noise!r:.80}.")
+        error = (truth.detach().to(self.outputs) - self.outputs).double()
+        counted = (~error.isnan()).flatten(1).sum(1)
+        if patch is None:
+            variances = self.variance.double().where(~error.isnan(), 1)
+            parts = [(error.reshape(-1, 1), variances.reshape(-1, 1, 1))]
+        else:
+            parts = self._patches(error, patch)
+        total = torch.zeros_like(counted, dtype=torch.float64)
+        for errors, covariance in parts:
+            noise = torch.full_like(errors, pixel_noise)
+            try:
+                densities = log_density(errors, covariance + torch.diag_embed(noise))
+            except (RuntimeError, ValueError):  # of the factorisation
+                raise ValueError(
+                    "`log_likelihood`: the covariance of some pixels is singular, as that of a background that never "
+                    "changes: give the variance of the truth's own noise, `pixel_noise=`, 1e-6 say."
+                ) from None
+            total += densities.reshape(len(total), -1).sum(1)
+        return total / counted
+
+    def _patches(self, error: Tensor, patch: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Errors `[N, p]` and covariances `[N, p, p]` of each patch."""
+        exact = self.function is not None and self.function.for_variances
+        numbers = torch.arange(error[0].numel()).reshape(error.shape[1:])
+        for rows, columns in itertools.product(*map(_tiles, error.shape[-2:], patch)):
+            part = error[..., rows, columns].flatten(1)
+            if exact:
+                some = numbers[..., rows, columns].flatten().to(error.device)
+                yield part, self._blocks[:, some][:, :, some].double()
+                continue
+            flat = self.deviations[..., rows, columns].flatten(2).double()
+            covariance = torch.einsum("knc,knd->ncd", flat, flat) / len(flat)
+            yield part, (covariance + torch.diag_embed(covariance.diagonal(dim1=1, dim2=2))) / 2
+
+
+def _tiles(length: int, size: int) -> list[slice]:
+    """Parts of an axis; the last one takes what is left."""
+    check_whole("`log_likelihood(patch=...)`: each length", size, 1)
+    ends = [*range(0, max(1, length // size) * size, size), length]
+    return list(itertools.starmap(slice, itertools.pairwise(ends)))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ def test_numbers_are_those_of_the_cpu(form: str, method: str) -> None:
         la = LinearisedLaplace(network, Gaussian(50.0, observe=observe), method=method, num_samples=2)
         la.fit_hyperparameters([(z, y)], progress=False)
         pred, observed = la.predict(z), la.predict(z, observed=True)
-        return [t.cpu() for t in (pred.outputs, pred.deviations, observed.samples, observed.log_prob(y))]
+        return [t.cpu() for t in (pred.outputs, pred.deviations, observed.samples, observed.log_prob(y))] + [
+            pred.log_likelihood(model(z).detach().cpu() + 0.1, patch, 1e-4).cpu() for patch in (None, (4, 4))
+        ]
 
     expected = numbers(copy.deepcopy(model), "cpu")
     with pretended_device() as device:

@@ -41,8 +41,22 @@ def shared() -> Case:
     return replace(make_case("classification"), model=model, x=x, y=torch.arange(6) % 3)
 
 
+def few_positions() -> Case:
+    """A convolution with more weights than what goes in and out of it: its rows are sums of four outer products."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(6, 1, 4, 4, dtype=torch.float64)
+        # The second convolution has more weights than blocks that are not factored.
+        layers = nn.Conv2d(1, 12, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(12, 12, 3, padding=1), nn.Tanh()
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(48, 3)).double()
+    return replace(make_case("classification"), model=model, x=x, y=torch.arange(6) % 3)
+
+
+OWN_CASES = {"shared": shared, "few_positions": few_positions}
+
+
 def case_of(name: str) -> Case:
-    return shared() if name == "shared" else make_case(name)
+    return OWN_CASES[name]() if name in OWN_CASES else make_case(name)
 
 
 def fitted(case: Case, method: str, num_samples: int = 64, prior: str = "isotropic") -> LinearisedLaplace:
@@ -61,7 +75,7 @@ def dense_covariance(la: LinearisedLaplace, case: Case) -> Tensor:
     return rows @ torch.linalg.solve(M + prior.spread().diag(), rows.T)
 
 
-@covering(name=[*NAMES, "shared"], method=["kfac", "diagonal", "subset"], prior=["isotropic", "layerwise", "g-prior"])
+@covering(name=[*NAMES, *OWN_CASES], method=["kfac", "diagonal", "subset"], prior=["isotropic", "layerwise", "g-prior"])
 def test_covariances_are_those_of_dense_algebra(name: str, method: str, prior: str) -> None:
     case = case_of(name)
     la = fitted(case, method, prior=prior)
@@ -74,6 +88,15 @@ def test_covariances_are_those_of_dense_algebra(name: str, method: str, prior: s
     alone = torch.cat([la.predict(case.x[n : n + 1]).covariance() for n in range(num)])
     assert_close(alone.reshape(expected.shape), expected, rtol=1e-8, atol=1e-12)
     assert_close(pred.joint_covariance(), joint, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["kfac", "diagonal", "subset"])
+def test_covariances_by_a_convolution_at_few_positions(method: str) -> None:
+    case = few_positions()
+    la = fitted(case, method)
+    joint = dense_covariance(la, case).unflatten(0, (6, 3)).unflatten(2, (6, 3))
+    expected = torch.stack([joint[n, :, n] for n in range(6)])
+    assert_close(la.predict(case.x).covariance(), expected, rtol=1e-8, atol=1e-12)
 
 
 class TwiceAsWide(IsotropicPrior):
