@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "laplace_sampling"
 MODULES = {
     "Plots": "plots/pictures.py",
+    "Where to measure next": "design.py",
     "GPyTorch": "gp/tangent_kernel.py",
     "BoTorch": "gp/botorch.py",
     "Kernels at scale": "kernels/conditioned.py",

@@ -1,7 +1,7 @@
 """What error bars gave the networks of the benchmark, for `Plan` to print beside what they cost.
 
-Each number is a mean over cases in `benchmarks/records/means.csv`, of fits within the default budget; a test
-of the benchmark compares them with it.
+Each number is a mean over cases in `benchmarks/records/means.csv`, of fits within the default budget; a test of
+the benchmark compares them with it.
 """
 
 import textwrap

@@ -1,5 +1,6 @@
 """Covariances of each datum in closed form, by layers, and draws of outputs from them."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from cases import Case, make_case
 from flat_settings import laplace_of, loader
 from grids import covering
+from pretended_device import pretended_device
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -52,11 +54,8 @@ def few_positions() -> Case:
     return replace(make_case("classification"), model=model, x=x, y=torch.arange(6) % 3)
 
 
-OWN_CASES = {"shared": shared, "few_positions": few_positions}
-
-
 def case_of(name: str) -> Case:
-    return OWN_CASES[name]() if name in OWN_CASES else make_case(name)
+    return shared() if name == "shared" else make_case(name)
 
 
 def fitted(case: Case, method: str, num_samples: int = 64, prior: str = "isotropic") -> LinearisedLaplace:
@@ -75,7 +74,7 @@ def dense_covariance(la: LinearisedLaplace, case: Case) -> Tensor:
     return rows @ torch.linalg.solve(M + prior.spread().diag(), rows.T)
 
 
-@covering(name=[*NAMES, *OWN_CASES], method=["kfac", "diagonal", "subset"], prior=["isotropic", "layerwise", "g-prior"])
+@covering(name=[*NAMES, "shared"], method=["kfac", "diagonal", "subset"], prior=["isotropic", "layerwise", "g-prior"])
 def test_covariances_are_those_of_dense_algebra(name: str, method: str, prior: str) -> None:
     case = case_of(name)
     la = fitted(case, method, prior=prior)
@@ -92,11 +91,17 @@ def test_covariances_are_those_of_dense_algebra(name: str, method: str, prior: s
 
 @pytest.mark.parametrize("method", ["kfac", "diagonal", "subset"])
 def test_covariances_by_a_convolution_at_few_positions(method: str) -> None:
+    """Those of dense algebra, and the same on a device with data on the CPU."""
     case = few_positions()
     la = fitted(case, method)
     joint = dense_covariance(la, case).unflatten(0, (6, 3)).unflatten(2, (6, 3))
     expected = torch.stack([joint[n, :, n] for n in range(6)])
     assert_close(la.predict(case.x).covariance(), expected, rtol=1e-8, atol=1e-12)
+    with pretended_device() as device:
+        model = copy.deepcopy(case.model).to(device)
+        there = laplace_of(model, case.likelihood, method=method, prior_precision=0.7)
+        there.fit(loader(case), progress=False, tolerance=1e-6)
+        assert_close(there.predict(case.x).covariance().cpu(), expected, rtol=1e-8, atol=1e-12)
 
 
 class TwiceAsWide(IsotropicPrior):
