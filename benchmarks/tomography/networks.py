@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.tomography.problems import Problem
-from laplace_sampling.likelihoods.measurement import as_measurement
+from laplace_sampling.likelihoods.measurement import Measurement, as_measurement
 
 # Of a sigmoid's input, as in the public code of Antorán et al. (2022).
 _LARGEST = 15.0
@@ -68,16 +68,20 @@ def variation(image: Tensor) -> Tensor:
     return image.diff(dim=-1).abs().sum() + image.diff(dim=-2).abs().sum()
 
 
+def objective(image: Tensor, T: Measurement, y: Tensor, smoothness: float) -> Tensor:
+    """`mean (T g − y)² + smoothness · TV(g)` of an image `[1, 1, H, W]`."""
+    error = _Measured.apply(image.flatten(1), T.apply, T.adjoint)[0] - y
+    return error.square().mean() + smoothness * variation(image)
+
+
 def trained(net: nn.Module, z: Tensor, problem: Problem, smoothness: float, steps: int, rate: float) -> nn.Module:
-    """The network of the smallest loss, `mean (T g − y)² + smoothness · TV(g)`, by Adam with clipped gradients."""
+    """The network of the smallest loss in training by Adam, with gradients of a norm of at most one."""
     optimiser, y = torch.optim.Adam(net.parameters(), lr=rate), torch.as_tensor(problem.y)
     T, best, kept = as_measurement(problem.T, net(z).detach()), float("inf"), net.state_dict()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, 0.1 * rate)
     for _ in range(steps):
         optimiser.zero_grad()
-        image = net.train()(z)
-        error = _Measured.apply(image.flatten(1), T.apply, T.adjoint)[0] - y
-        loss = error.square().mean() + smoothness * variation(image)
+        loss = objective(net.train()(z), T, y, smoothness)
         if (value := loss.item()) < best:
             best, kept = value, copy.deepcopy(net.state_dict())
         loss.backward()
