@@ -27,6 +27,8 @@ MODULES = {
     "GPyTorch": "gp/tangent_kernel.py",
     "BoTorch": "gp/botorch.py",
     "Kernels at scale": "kernels/conditioned.py",
+    "Kernels at scale: BoTorch": "kernels/botorch.py",
+    "Kernels at scale: samples as functions": "kernels/paths.py",
     "Tanimoto kernel": "kernels/tanimoto.py",
     **{path.stem: f"integrations/{path.name}" for path in sorted((PACKAGE / "integrations").glob("[a-z]*.py"))},
 }

@@ -1,6 +1,8 @@
 """Gaussian processes with any kernel of GPyTorch, on data that no factor fits: `condition` gives the posterior.
 
 - `condition`, `KernelPosterior` (`conditioned`): mean, variance and samples of a fitted model.
+- `KernelPaths` (`paths`): samples as functions, as BoTorch takes them.
+- `ConditionedModel` (`botorch`, by itself, as it imports BoTorch): the posterior as a model of BoTorch.
 - `PriorDraws` (`prior_draws`): functions from the prior of a kernel.
 - `KernelRows` (`kernel_rows`): its matrix, as the solvers of `laplace_sampling.solvers.row_blocks` see it.
 - `TanimotoKernel` (`tanimoto`): of fingerprints.

@@ -18,6 +18,7 @@ from torch import Tensor
 from laplace_sampling.arguments import as_numbers, check_positive, check_whole, refuse_class
 from laplace_sampling.gp.linear_operators import gpytorch
 from laplace_sampling.kernels.kernel_rows import KernelRows, kernel_matrix
+from laplace_sampling.kernels.paths import KernelPaths
 from laplace_sampling.kernels.prior_draws import PriorDraws
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER, normal
@@ -113,16 +114,46 @@ class KernelPosterior:
 
     def mean(self, x: Float[Tensor, "N D"]) -> Float[Tensor, " N"]:
         """The posterior mean."""
-        return self._at(x)[0]
+        return self.parts(x)[0]
 
     def variance(self, x: Float[Tensor, "N D"]) -> Float[Tensor, " N"]:
         """The posterior variance of the function, without noise: the mean square of the samples' deviations."""
-        return self._at(x)[1].square().mean(0)
+        return self.parts(x)[1].square().mean(0)
 
     def samples(self, x: Float[Tensor, "N D"]) -> Float[Tensor, "K N"]:
         """Functions drawn from the posterior; the same ones at every call."""
-        mean, deviations = self._at(x)
+        mean, deviations = self.parts(x)
         return mean + deviations
+
+    def noise_of_new(self) -> Float[Tensor, ""]:
+        """The variance of the noise of new data.
+
+        Raises:
+            ValueError: for a model with a fixed noise for each datum.
+        """
+        return self._prior.noise_of_new() * self._prior.scale**2
+
+    def sample_paths(self, num_samples: int | None = None, seed: int | None = None) -> KernelPaths:
+        """Samples as functions of inputs of any batch shape, the same for all or each function's own (`KernelPaths`).
+
+        Args:
+            num_samples: `K`, at most that of `condition`; by default all.
+            seed: of the choice among the samples; by default the first are taken.
+
+        Raises:
+            ValueError: if there are not as many samples.
+        """
+        held = len(self._targets) - 1
+        count = held if num_samples is None else num_samples
+        check_whole("`sample_paths(num_samples)`", count, 1)
+        if count > held:
+            raise ValueError(
+                f"`sample_paths({count})` has {held} samples: call `condition(model, num_samples={count})`."
+            )
+        order = torch.arange(held)
+        if seed is not None:
+            order = torch.randperm(held, generator=torch.Generator().manual_seed(seed))
+        return KernelPaths(self._paths, order[:count].sort().values, torch.Size([count]))
 
     def log_prob(
         self, x: Float[Tensor, "N D"], y: Float[Tensor, " N"], noise: Float[Tensor, " N"] | float | None = None
@@ -137,9 +168,9 @@ class KernelPosterior:
         Raises:
             ValueError: if shapes do not fit, or the noise of new data is not known.
         """
-        mean, deviations = self._at(x)
+        mean, deviations = self.parts(x)
         if noise is None:
-            noise = self._prior.noise_of_new() * self._prior.scale**2
+            noise = self.noise_of_new()
         variance = deviations.square().mean(0) + _variances(noise, len(mean)).to(mean)
         y = as_numbers("`y`", y).to(mean).reshape(-1)
         if len(y) != len(mean):
@@ -197,7 +228,7 @@ class KernelPosterior:
                 stacklevel=4,  # beyond `no_grad`, too
             )
 
-    def _at(self, x: Tensor) -> tuple[Float[Tensor, " N"], Float[Tensor, "K N"]]:
+    def parts(self, x: Float[Tensor, "N D"]) -> tuple[Float[Tensor, " N"], Float[Tensor, "K N"]]:
         """The mean, and deviations of samples from it."""
         prior = self._prior
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
@@ -212,6 +243,24 @@ class KernelPosterior:
             # Of whole numbers, as fingerprints are, functions are none.
             like = x if x.is_floating_point() else x.double()
             return mean.to(like), (prior.scale * values[1:]).to(like)
+
+    def _paths(self, x: Float[Tensor, "N D"] | Float[Tensor, "k N D"], chosen: Tensor) -> Float[Tensor, "k N"]:
+        """Some samples, at the same inputs or each at its own."""
+        if x.dim() == 2:
+            return self.samples(x)[chosen]
+        prior, numbers = self._prior, chosen.tolist()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
+            means, features = prior.at(x.flatten(0, 1))
+            weights = self._weights[0] - self._weights[1:]
+            draws = [self._draws(some, only) for only, some in zip(numbers, features.split(x.shape[1]), strict=True)]
+            values, owners = means + torch.cat(draws, dim=1)[0], chosen.repeat_interleave(x.shape[1])
+            together = max(1, NUMBERS_TOGETHER // len(prior.x))
+            updates = [
+                (kernel_matrix(prior.kernel, part, prior.x) * weights[own.to(weights.device)]).sum(1)
+                for part, own in zip(features.split(together), owners.split(together), strict=True)
+            ]
+            values = prior.shift + prior.scale * (values + torch.cat(updates))
+            return values.reshape(x.shape[:2]).to(x if x.is_floating_point() else values)
 
     def __repr__(self) -> str:
         return (

@@ -27,6 +27,7 @@ from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 kernels = gpytorch.kernels
 
 Features = Callable[[Tensor], Tensor]
+Functions = Callable[[Tensor, int | None], Tensor]
 
 # Draws that share their frequencies. The variance that many data with little noise leave is that of rare frequencies,
 # of which 2,000 have too few or too many: of 512 draws from the sum of an RBF and a Matérn kernel, 150 data and a noise
@@ -93,9 +94,9 @@ class PriorDraws:
             terms = Expansion(num_columns, num_features, generator, num_groups).of(kernel, columns)
             self._parts = [_draw(term, num_columns, num_draws, generator) for term in terms]
 
-    def __call__(self, x: Float[Tensor, "N D"]) -> Float[Tensor, "K N"]:
-        """The functions at some inputs; differentiable in them."""
-        draws = [part(x) for part in self._parts]
+    def __call__(self, x: Float[Tensor, "N D"], only: int | None = None) -> Float[Tensor, "K N"]:
+        """The functions at some inputs, or one of them, `[1, N]`; differentiable in the inputs."""
+        draws = [part(x, only) for part in self._parts]
         return sum(draws[1:], draws[0])
 
 
@@ -266,8 +267,8 @@ def _hashes(columns: Tensor, count: int, generator: torch.Generator) -> Features
 # Draws ----------------------------------------------------------------------------------------------------------------
 
 
-def _draw(term: Term, num_columns: int, num_draws: int, generator: torch.Generator) -> Features:
-    """`K` functions of a term, `[K, n]`."""
+def _draw(term: Term, num_columns: int, num_draws: int, generator: torch.Generator) -> Functions:
+    """`K` functions of a term, `[K, n]`, or one of them."""
     root = math.sqrt(term.variance)
     if term.tangent is not None:
         kernel, columns = term.tangent
@@ -276,9 +277,10 @@ def _draw(term: Term, num_columns: int, num_draws: int, generator: torch.Generat
         weights = _normal(num_draws, network.num_parameters, generator=generator) * spread
         weights = weights.to(network.device, network.dtype)
 
-        def tangent(x: Tensor) -> Tensor:
+        def tangent(x: Tensor, only: int | None) -> Tensor:
             inputs = shape_inputs(network, x[:, columns], kernel.input_shape)
-            return network.jvp(inputs, weights, graph=torch.is_grad_enabled() and x.requires_grad)[..., 0].to(x)
+            some = weights if only is None else weights[only : only + 1]
+            return network.jvp(inputs, some, graph=torch.is_grad_enabled() and x.requires_grad)[..., 0].to(x)
 
         return tangent
     zero = torch.zeros(1, num_columns, dtype=torch.float64)
@@ -290,15 +292,19 @@ def _draw(term: Term, num_columns: int, num_draws: int, generator: torch.Generat
         count = len(cast(Tensor, groups[0]))
     white = _normal(halves * count, width, num_draws, generator=generator) * (root / math.sqrt(count))
 
-    def function(x: Tensor) -> Tensor:
+    def function(x: Tensor, only: int | None) -> Tensor:
         psi, signs = (torch.ones(len(x), 1, dtype=x.dtype, device=x.device) for _ in range(2))
         for finite in term.finite:
             psi = (psi[:, :, None] * finite(x)[:, None, :]).flatten(1)
         for some in term.signs:
             signs = signs * some(x)
-        parts = []
-        for frequencies, coefficients in zip(groups, white.to(x).tensor_split(len(groups), dim=2), strict=True):
-            waves = signs
+        parts, numbers = [], torch.arange(num_draws).tensor_split(len(groups))
+        for frequencies, own in zip(groups, numbers, strict=True):
+            if only is not None:
+                own = own[own == only]
+            if not len(own):
+                continue
+            coefficients, waves = white[:, :, own].to(x), signs
             if frequencies is not None:
                 angles = x @ frequencies.to(x).T
                 waves = torch.cat([signs * angles.cos(), signs * angles.sin()], dim=1)
@@ -307,4 +313,4 @@ def _draw(term: Term, num_columns: int, num_draws: int, generator: torch.Generat
         return torch.cat(parts)
 
     together = max(1, NUMBERS_TOGETHER // (halves * count + width * num_draws))
-    return lambda x: torch.cat([function(part) for part in x.split(together)], dim=1)
+    return lambda x, only: torch.cat([function(part, only) for part in x.split(together)], dim=1)

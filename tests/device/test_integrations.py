@@ -62,8 +62,11 @@ def test_a_posterior_of_any_kernel(solver: str) -> None:
         x = inputs(5, seed=2)
         more = posterior.extended(x, x[:, 0])
         found = {"samples": posterior.samples(x), "mean": more.mean(x), "log_prob": more.log_prob(x, x[:, 0])}
+        own = x.expand(3, 5, -1).clone().requires_grad_()
+        found["paths"] = posterior.sample_paths()(own)
+        (found["derivatives"],) = torch.autograd.grad(found["paths"].sum(), own)
         assert all(value.is_cpu for value in found.values())
-        return found
+        return {name: value.detach() for name, value in found.items()}
 
     same_on_both(posterior, gp)
 
