@@ -1,0 +1,1 @@
+"""Error bars of tomographic images: the linearised deep image prior beside others, on drawn and on real data."""

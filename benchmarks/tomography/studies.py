@@ -1,0 +1,107 @@
+"""Problems with the settings of their networks, and the contenders of each."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.tomography import contenders, problems
+from benchmarks.tomography.contenders import Prior, Settings
+from benchmarks.tomography.networks import residuals
+from benchmarks.tomography.problems import Problem
+from benchmarks.tomography.scores import Estimate, constants
+
+DROPOUT = 0.05
+
+
+@dataclass(frozen=True)
+class Study:
+    """A problem by the `key` that its results are kept under, and what several contenders share."""
+
+    what: str
+    key: dict[str, Any]
+    make: Callable[[], Problem] = field(compare=False)
+    settings: Settings
+
+    @cached_property
+    def problem(self) -> Problem:
+        return self.make()
+
+    @cached_property
+    def prior(self) -> Prior:
+        return Prior.of(self.problem, self.settings)
+
+    @cached_property
+    def noise(self) -> float:
+        """Variance of the measurements: what it is known to be, else of residuals."""
+        if self.problem.noise is not None:
+            return self.problem.noise**2
+        return float(np.mean(residuals(self.prior.net, self.prior.z, self.problem)[0] ** 2))
+
+    @cached_property
+    def linearised(self) -> Estimate:
+        return contenders.linearised(self.problem, self.prior, self.settings, self.noise)
+
+    def contenders(self) -> dict[str, Callable[[], Estimate]]:
+        """What makes each estimate, by its name."""
+        problem, settings = self.problem, self.settings
+
+        def again(prior: str = settings.prior, **other: Any) -> Estimate:
+            """Linearised with another prior, or about another network."""
+            net = Prior.of(problem, settings, **other) if other else self.prior
+            return contenders.linearised(problem, net, replace(settings, prior=prior), self.noise)
+
+        found = {
+            "linearised, g-prior": lambda: self.linearised,
+            "linearised, isotropic": lambda: again("isotropic"),
+            "one constant": lambda: constants(problem, self.prior.mean)["one constant"],
+            "two constants": lambda: constants(problem, self.prior.mean)["two constants"],
+            "dropout": lambda: contenders.dropout(
+                problem, Prior.of(problem, settings, dropout=DROPOUT), settings, self.noise
+            ),
+            "pixel process": lambda: contenders.pixel_process(problem, settings, self.noise),
+        }
+        if self.what == "letters":
+            found["linearised, noise as input"] = lambda: again(noise=True)
+        return found
+
+
+def studies(options: argparse.Namespace) -> Iterator[Study]:
+    """The problems of a part of the benchmark, with fewer and smaller ones if they are to be quick."""
+    what, side = options.what, options.side or (32 if options.quick else 128)
+    quick = {"steps": 200, "samples": 32, "width": 8} if options.quick else {}
+    if what == "letters":
+        for noise, smoothness in ((0.05, 1e-4), (0.1, 3e-4)):
+            for number in (0, 5) if options.quick else range(10):
+                name = f"letter {problems.LETTERS[number]}" if number < 5 else f"digit {problems.DIGITS[number - 5]}"
+                image = problems.letter(number) if number < 5 else problems.digit(number - 5, options.data)
+
+                def make(n: str = name, i: np.ndarray = image, s: float = noise, seed: int = number) -> Problem:
+                    return problems.measured(n, i, 20, s, seed)
+
+                key = {"name": name, "angles": 20, "noise": noise}
+                yield Study(what, key, make, Settings(**({"smoothness": smoothness} | quick)))
+    elif what == "phantom":
+        settings = Settings(**({"norm": True, "steps": 1000} | quick))
+        for seed in range(1 if options.quick else 3):
+            name = f"phantom {seed} of {side}"
+
+            def make(n: str = name, s: int = seed) -> Problem:
+                return problems.measured(n, problems.phantom(side, s), 20, 0.05, s)
+
+            yield Study(what, {"name": name, "angles": 20, "noise": 0.05}, make, settings)
+    else:
+        file = (options.data or Path()) / "ct" / "tooth.h5"
+        values: dict[str, Any] = {"norm": True, "sigmoid": False, "smoothness": 1e-3, "steps": 1000}
+        if side > 128:
+            values |= {"scales": 4, "width": 32, "steps": 600}
+        for angles in (20,) if options.quick else options.angles:
+
+            def make(a: int = angles) -> Problem:
+                return problems.tooth(file, side, a)
+
+            yield Study(what, {"name": f"tooth {side}", "angles": angles}, make, Settings(**(values | quick)))
