@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.fft import irfft2, rfft2
+from numpy.fft import irfft2, rfft2
 from torch import Tensor, nn
 
 from benchmarks.tomography.networks import UNet, residuals, trained
@@ -20,7 +20,7 @@ _NOISE_CHANNELS = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """Of networks, their training and samples.
+    """Settings of networks, their training and samples.
 
     Attributes:
         scales, width, norm, sigmoid: of the U-Net.

@@ -59,8 +59,8 @@ class _Measured(torch.autograd.Function):
         return forward(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.backward_(gradient), None, None
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_(*gradients), None, None
 
 
 def variation(image: Tensor) -> Tensor:

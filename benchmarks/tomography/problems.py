@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from scipy.ndimage import maximum_filter, minimum_filter
 from scipy.sparse.linalg import lsqr
@@ -31,7 +31,7 @@ class Problem:
     Attributes:
         name: of the image.
         truth: `[side, side]`, with a maximum of about one.
-        T: `[angles · detectors, side²]`, the angles spread evenly over a half turn.
+        T: a sparse matrix `[angles · detectors, side²]`, the angles spread evenly over a half turn.
         y: measurements, flat.
         angles: their angles, in radians.
         held_T: of other angles.
@@ -42,10 +42,10 @@ class Problem:
 
     name: str
     truth: np.ndarray
-    T: sp.csr_matrix
+    T: Any
     y: np.ndarray
     angles: np.ndarray
-    held_T: sp.csr_matrix
+    held_T: Any
     held_y: np.ndarray
     noise: float | None
     pixel_noise: float = 1e-6
@@ -120,9 +120,9 @@ def phantom(side: int, seed: int) -> np.ndarray:
     image[inside(0, 0, 0.69, 0.92, 0, 2)] = 1.0
     image[inside(0, 0, 0.64, 0.86, 0, 2)] = 0.3
     for number in range(8):
-        where = random.uniform(-0.4, 0.4), random.uniform(-0.55, 0.55)
-        size = random.uniform(0.05, 0.22, 2)
-        image[inside(*where, *size, random.uniform(0, np.pi), 2 if number % 2 else 50)] = random.uniform(0.1, 0.9)
+        x, y = random.uniform(-0.4, 0.4), random.uniform(-0.55, 0.55)
+        a, b = random.uniform(0.05, 0.22, 2)
+        image[inside(x, y, a, b, random.uniform(0, np.pi), 2 if number % 2 else 50)] = random.uniform(0.1, 0.9)
     return image.reshape(side, 4, side, 4).mean((1, 3))
 
 
@@ -137,7 +137,8 @@ def tooth(file: Path, side: int, num_angles: int) -> Problem:
     if _BINS % side:
         raise ValueError(f"The side must divide {_BINS}, but is {side}.")
     with h5py.File(file) as data:
-        counts, white, dark = (np.asarray(data[f"exchange/{n}"][:, 0]) for n in ("data", "data_white", "data_dark"))
+        parts: Any = data["exchange"]
+        counts, white, dark = (np.asarray(parts[name][:, 0]) for name in ("data", "data_white", "data_dark"))
     sums = -np.log((counts - dark.mean(0)) / (white.mean(0) - dark.mean(0)))
     width = _BINS // side
     sinogram = sums.reshape(_ANGLES, side, width).mean(2)

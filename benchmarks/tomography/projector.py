@@ -1,5 +1,7 @@
 """Parallel beams as a sparse matrix, and filtered back-projection."""
 
+from typing import Any
+
 import numpy as np
 import scipy.sparse as sp
 
@@ -27,7 +29,7 @@ def projector(side: int, angles: np.ndarray, detectors: int, centre: float | Non
     return sp.csr_matrix(entries, shape=(len(angles) * detectors, side**2))
 
 
-def back_projected(T: sp.csr_matrix, y: np.ndarray, num_angles: int) -> np.ndarray:
+def back_projected(T: Any, y: np.ndarray, num_angles: int) -> np.ndarray:
     """Filtered back-projection `[side, side]` of angles that are spread evenly over a half turn."""
     sinogram = y.reshape(num_angles, -1)
     length = 2 * sinogram.shape[1]

@@ -73,7 +73,8 @@ def scores(problem: Problem, estimate: Estimate) -> dict[str, float]:
         "coverage_object_factor": float((np.abs(error) <= _QUANTILE * scaled)[inside].mean()),
     }
     if estimate.deviations.ndim == 3:
-        found["rank"] = float(spearmanr(deviation[inside], np.abs(error[inside])).statistic)
+        ranked: Any = spearmanr(deviation[inside], np.abs(error[inside]))
+        found["rank"] = float(ranked.statistic)
         truth = torch.as_tensor(problem.truth, dtype=torch.float64)[None, None]
         found["ll_patches"] = float(estimate.prediction().log_likelihood(truth, PATCH, pixel_noise=added))
         if estimate.noise is not None:

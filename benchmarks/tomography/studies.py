@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,26 +73,20 @@ class Study:
 def studies(options: argparse.Namespace) -> Iterator[Study]:
     """The problems of a part of the benchmark, with fewer and smaller ones if they are to be quick."""
     what, side = options.what, options.side or (32 if options.quick else 128)
-    quick = {"steps": 200, "samples": 32, "width": 8} if options.quick else {}
+    quick: dict[str, Any] = {"steps": 200, "samples": 32, "width": 8} if options.quick else {}
     if what == "letters":
         for noise, smoothness in ((0.05, 1e-4), (0.1, 3e-4)):
             for number in (0, 5) if options.quick else range(10):
                 name = f"letter {problems.LETTERS[number]}" if number < 5 else f"digit {problems.DIGITS[number - 5]}"
                 image = problems.letter(number) if number < 5 else problems.digit(number - 5, options.data)
-
-                def make(n: str = name, i: np.ndarray = image, s: float = noise, seed: int = number) -> Problem:
-                    return problems.measured(n, i, 20, s, seed)
-
+                make = partial(problems.measured, name, image, 20, noise, number)
                 key = {"name": name, "angles": 20, "noise": noise}
-                yield Study(what, key, make, Settings(**({"smoothness": smoothness} | quick)))
+                yield Study(what, key, make, replace(Settings(smoothness=smoothness), **quick))
     elif what == "phantom":
         settings = Settings(**({"norm": True, "steps": 1000} | quick))
         for seed in range(1 if options.quick else 3):
             name = f"phantom {seed} of {side}"
-
-            def make(n: str = name, s: int = seed) -> Problem:
-                return problems.measured(n, problems.phantom(side, s), 20, 0.05, s)
-
+            make = partial(problems.measured, name, problems.phantom(side, seed), 20, 0.05, seed)
             yield Study(what, {"name": name, "angles": 20, "noise": 0.05}, make, settings)
     else:
         file = (options.data or Path()) / "ct" / "tooth.h5"
@@ -100,8 +94,5 @@ def studies(options: argparse.Namespace) -> Iterator[Study]:
         if side > 128:
             values |= {"scales": 4, "width": 32, "steps": 600}
         for angles in (20,) if options.quick else options.angles:
-
-            def make(a: int = angles) -> Problem:
-                return problems.tooth(file, side, a)
-
+            make = partial(problems.tooth, file, side, angles)
             yield Study(what, {"name": f"tooth {side}", "angles": angles}, make, Settings(**(values | quick)))
