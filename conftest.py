@@ -20,6 +20,7 @@ NEEDS = {
     "laplace_sampling/integrations/scikit_learn.py": ("sklearn",),
     "laplace_sampling/integrations/transformers.py": ("accelerate", "transformers"),
     "laplace_sampling/integrations/whole_weights.py": ("accelerate",),
+    "laplace_sampling/kernels/botorch.py": ("botorch",),
 }
 # All of them but the pictures are of the tier `slow`, and not even imported by others.
 SLOW = {ROOT / name for name in NEEDS} - {ROOT / "docs/plots.md"}

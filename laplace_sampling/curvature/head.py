@@ -34,6 +34,7 @@ from laplace_sampling.linear_model.features import Features, NetworkFeatures, So
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.networks.last_layer import LinearLayer
 from laplace_sampling.solvers.dense import DenseCurvature
+from laplace_sampling.solvers.lapack import batched_eigen
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature
 from laplace_sampling.solvers.recorded import recorded
@@ -84,7 +85,7 @@ def head_kronecker(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Kronec
     scales = torch.ones(index.shape, dtype=torch.float64, device=ggn.device) if scale is None else scale.double()[index]
     (of_outputs,), (of_inputs,) = outer_factors(scales)
     G, A = partial_traces_of_head(ggn, of_outputs, of_inputs)
-    (g, U_G), (a, U_A) = torch.linalg.eigh(G), torch.linalg.eigh(A)
+    (g, U_G), (a, U_A) = batched_eigen(G), batched_eigen(A)
     if _is_product(ggn):
         eigenvalues = g.clamp_min(0)[:, None] * a.clamp_min(0) / G.trace()
     else:

@@ -36,7 +36,7 @@ from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.networks.layers import Layer, LayerRun, Pair, layers_of
 from laplace_sampling.networks.random_weights import Subnetwork
 from laplace_sampling.solvers.dense import DenseCurvature
-from laplace_sampling.solvers.lapack import eigenvectors
+from laplace_sampling.solvers.lapack import batched_eigen
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 from laplace_sampling.solvers.preconditioners import Curvature, Jacobi
 from laplace_sampling.solvers.recorded import recorded
@@ -156,8 +156,8 @@ class KroneckerBlock:
         # Partial traces of `W M̂ W`: the lengths of the scaled vectors of the other side weigh the eigenvalues.
         G = (self.eigenvalues @ of_inputs.square().sum(1)[..., None])[..., 0]
         A = (of_outputs.square().sum(1)[:, None] @ self.eigenvalues)[:, 0]
-        U_G = torch.linalg.eigh((of_outputs * G[:, None]) @ of_outputs.mT)[1]
-        U_A = torch.linalg.eigh((of_inputs * A[:, None]) @ of_inputs.mT)[1]
+        U_G = batched_eigen((of_outputs * G[:, None]) @ of_outputs.mT)[1]
+        U_A = batched_eigen((of_inputs * A[:, None]) @ of_inputs.mT)[1]
         eigenvalues = (U_G.mT @ of_outputs) ** 2 @ self.eigenvalues @ ((U_A.mT @ of_inputs) ** 2).mT
         return KroneckerBlock(self.index, U_G, U_A, eigenvalues)
 
@@ -408,7 +408,7 @@ class _Basis:
         if layer.index.shape[1] == 1:
             return cls(layer, scales, None)
         scaled = [s[..., None] * trace * s[:, None] for s, trace in zip(scales, traces, strict=True)]
-        return cls(layer, scales, (eigenvectors(scaled[0]), eigenvectors(scaled[1])))
+        return cls(layer, scales, (batched_eigen(scaled[0])[1], batched_eigen(scaled[1])[1]))
 
     @property
     def sums(self) -> Callable[[Pair], tuple[Tensor, ...]]:
@@ -424,7 +424,7 @@ class _Basis:
             return KroneckerBlock(self.layer.index, *self.vectors, sums[0])
         # With one row the partial trace over it is the block itself.
         s = self.scales[0] * self.scales[1]
-        eigenvalues, U = torch.linalg.eigh(s[..., None] * sums[1] * s[:, None])
+        eigenvalues, U = batched_eigen(s[..., None] * sums[1] * s[:, None])
         return KroneckerBlock(self.layer.index, torch.ones_like(U[:, :1, :1]), U, eigenvalues.clamp_min(0)[:, None])
 
 

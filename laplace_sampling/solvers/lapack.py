@@ -77,9 +77,19 @@ def _mirror_(G: Float[Tensor, "n n"]) -> None:
 
 
 @recorded
-def eigenvectors(matrices: Float[Tensor, "*q n n"]) -> Float[Tensor, "*q n n"]:
-    """Eigenvectors of small symmetric matrices, by torch's own routine."""
-    return torch.linalg.eigh(matrices)[1]
+def batched_eigen(matrices: Float[Tensor, "*q n n"]) -> tuple[Float[Tensor, "*q n"], Float[Tensor, "*q n n"]]:
+    """Eigenvalues, rising, and eigenvectors of symmetric matrices, by torch's own routine.
+
+    In float32 its divide and conquer does not converge for some matrices whose eigenvalues span more than the
+    precision: these are taken in float64.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        if matrices.dtype == torch.float64:
+            raise
+        values, vectors = (part.to(matrices.dtype) for part in torch.linalg.eigh(matrices.double()))
+    return values, vectors
 
 
 @recorded

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from laplace_sampling.solvers.lapack import solve_, symmetric_eigen
+from laplace_sampling.solvers.lapack import batched_eigen, solve_, symmetric_eigen
 
 
 def test_eigenvalues_of_small_and_singular_matrices() -> None:
@@ -23,3 +23,25 @@ def test_solves_in_place() -> None:
     assert_close(G @ solve_(G.clone(), right), right)
     with pytest.raises(FloatingPointError, match="Gram"):
         solve_(-G, right)
+
+
+def test_float64_takes_over_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which matrices LAPACK fails on depends on its version: this one fails on all of them in float32.
+    in_any_precision = torch.linalg.eigh
+
+    def only_float64(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if matrices.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+        return in_any_precision(matrices)
+
+    monkeypatch.setattr(torch.linalg, "eigh", only_float64)
+    rows = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(0))
+    matrices = rows @ rows.mT
+    values, vectors = batched_eigen(matrices)
+    assert values.dtype == vectors.dtype == torch.float32
+    assert_close(vectors * values[:, None] @ vectors.mT, matrices, rtol=1e-4, atol=1e-4)
+
+
+def test_a_matrix_that_fails_in_float64_is_an_error() -> None:
+    with pytest.raises(torch.linalg.LinAlgError):
+        batched_eigen(torch.full((3, 3), torch.nan, dtype=torch.float64))
