@@ -42,6 +42,7 @@ from laplace_sampling.predictions.prediction import (
     Prediction,
     RegressionPrediction,
 )
+from laplace_sampling.residual_precision import residual_precision
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
 from laplace_sampling.solvers.svrg import SVRG
@@ -97,6 +98,7 @@ __all__ = [
     "compare",
     "from_loss",
     "largest_variance",
+    "residual_precision",
     "save_onnx",
 ]
 

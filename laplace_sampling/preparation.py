@@ -52,6 +52,8 @@ def prepare(
     if budget is not None:
         check_positive("`budget`", budget)
     _check_alike(settings, network)
+    if settings.observation is not None:
+        settings.likelihood.noise_precisions()  # raises if it is not given
     tangent = tangent_of(settings, network, settings.likelihood, loader, data)
     tangent = _within_memory(settings, network, tangent)
     problem = problem_of(settings, network, tangent, progress)

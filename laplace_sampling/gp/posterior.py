@@ -549,7 +549,7 @@ def of_largest_evidence(
 def _largest_evidence(posterior: GramPosterior, likelihood: Gaussian, bounds: HyperparameterBounds) -> Optimum:
     model = posterior.model
     squares = float(posterior.root_transpose(model.residuals(model.network_outputs)[None]).square().sum())
-    return posterior.evidence.largest(posterior.precisions, (True, likelihood.learn), bounds, squares)
+    return posterior.evidence.largest(posterior.precisions, (True, likelihood.learns_noise), bounds, squares)
 
 
 def _with_noise_of_each_output(

@@ -335,7 +335,7 @@ def _possible(gamma: Tensor, error: Tensor, sizes: Tensor, rows: float) -> Tenso
 
 
 def _noise(likelihood: Likelihood) -> list[float] | None:
-    return _floats(likelihood.noise_precision) if isinstance(likelihood, Gaussian) else None
+    return _floats(likelihood.noise_precisions()) if isinstance(likelihood, Gaussian) else None
 
 
 def _floats(values: Tensor | float) -> list[float]:

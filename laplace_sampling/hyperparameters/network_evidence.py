@@ -156,11 +156,11 @@ class ByNetworkEvidence(Selection):
         assert isinstance(path, FactoredPath)
         traces = Traces.of_eigenvalues(path.curvature.eigenvalues(), overall_precision(path.prior))
         alpha, factor = NetworkEvidence.of(model, path.prior, self.weights, traces).best()
-        alpha, before = clamped(alpha, bounds), float(likelihood.noise_precision)
+        alpha, before = clamped(alpha, bounds), float(likelihood.noise_precisions())
         if likelihood.learn:
             likelihood = likelihood.with_precision(clamped(before * factor, self.noise_bounds))
         # The path is that of the noise before. No product with the network is made.
-        gamma = path.effective_dimension(alpha * before / float(likelihood.noise_precision))
+        gamma = path.effective_dimension(alpha * before / float(likelihood.noise_precisions()))
         return in_one_step(
             model,
             path.prior,

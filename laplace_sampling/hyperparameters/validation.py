@@ -128,7 +128,7 @@ class Validation(Selection):
         self, likelihood: Gaussian, model: LinearModel, path: CovariancePath, alphas: Tensor, weight_norm: float
     ) -> tuple[float, Gaussian, Calibration]:
         """`α` and `b` of the widest `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`, within the price."""
-        outputs, before = self.model.network_outputs, float(likelihood.noise_precision)
+        outputs, before = self.model.network_outputs, float(likelihood.noise_precisions())
         missing = (self.model.targets.reshape(outputs.shape) - outputs).double()
         given, error = ~missing.isnan(), missing.nan_to_num()
         num, eye = int(given.sum()), torch.eye(error.shape[1]).to(error)
@@ -167,7 +167,7 @@ def _by_network_evidence(
     num = model.num_observations
     squares = float(model.squared_errors(model.network_outputs).sum())
     gamma = torch.tensor([path.effective_dimension(alpha) for alpha in alphas.tolist()], dtype=torch.float64)
-    energy = alphas / float(likelihood.noise_precision) * weight_norm
+    energy = alphas / float(likelihood.noise_precisions()) * weight_norm
     distance = (gamma * (squares + energy)).clamp_min(1e-300).log() - (num * energy).clamp_min(1e-300).log()
     index = int(distance.abs().argmin())
     # Of a network that meets its data exactly nothing is left to tell the noise: a hundredth stays free.

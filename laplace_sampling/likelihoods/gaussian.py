@@ -13,6 +13,8 @@ from laplace_sampling.arguments import as_numbers, check_flag
 from laplace_sampling.likelihoods.likelihood import DiagonalLikelihood, check_target_shape, residuals
 from laplace_sampling.likelihoods.measurement import Observation, check_observation
 
+_ONE = torch.ones((), dtype=torch.float64)
+
 
 @dataclass(frozen=True)
 class Gaussian(DiagonalLikelihood):
@@ -21,9 +23,11 @@ class Gaussian(DiagonalLikelihood):
     A target of NaN is missing: its output, or its measurement, does not count.
 
     Args:
-        noise_precision: `b = 1/σ²`, a number, or a tensor `[C]` of one precision for each (flattened) output.
+        noise_precision: `b = 1/σ²`, a number, or a tensor `[C]` of one precision for each (flattened) output. By
+            default 1; measurements have no default, as their noise has units: a fit asks for it.
         learn: whether `fit_hyperparameters` updates `b` from this starting value, so that it explains the residuals of
-            the network, `b = (N·C − γ)/Σ(y − f)²`.
+            the network, `b = (N·C − γ)/Σ(y − f)²`. By default it does, but not for measurements, of which a network can
+            explain nearly all: `N·C − γ` is what is left then, and says little. See `residual_precision`.
         observe: `T` of measurements `y = T f(x) + noise`, `[m, C]` for the (flattened) outputs of a datum:
 
             - a matrix, dense or sparse, of torch or scipy, or a `LinearOperator`;
@@ -36,8 +40,8 @@ class Gaussian(DiagonalLikelihood):
             do not contain `T`: give it to `load`.
     """
 
-    noise_precision: Tensor | float = 1.0
-    learn: bool = True
+    noise_precision: Tensor | float | None = None
+    learn: bool | None = None
     observe: Observation = field(default=None, repr=False, compare=False, kw_only=True)
     # Whether some data have targets at some of their outputs only, so that `B` differs between data; fits set it.
     partly: bool = field(default=False, repr=False, compare=False, kw_only=True)
@@ -47,6 +51,14 @@ class Gaussian(DiagonalLikelihood):
     takes_missing = True
 
     def __post_init__(self) -> None:
+        check_observation(self.observe)
+        if self.learn is None:
+            object.__setattr__(self, "learn", self.observe is None)
+        check_flag("`Gaussian(learn=...)`", self.learn)
+        if self.noise_precision is None:
+            # Measurements keep none: files have theirs, and fits ask for it.
+            object.__setattr__(self, "noise_precision", None if self.observe is not None else _ONE)
+            return
         # Hyperparameters are kept in float64 on the CPU, whatever the network computes in.
         precision = as_numbers("`Gaussian(noise_precision=...)`", self.noise_precision).double().cpu()
         valid = bool(torch.all(precision > 0)) and bool(precision.isfinite().all())
@@ -54,21 +66,26 @@ class Gaussian(DiagonalLikelihood):
             raise ValueError(
                 f"`Gaussian(noise_precision=...)` needs a positive number or a tensor [C] of them, got {precision}."
             )
-        check_flag("`Gaussian(learn=...)`", self.learn)
-        check_observation(self.observe)
         # A vector of one entry becomes a scalar, so that "one noise for all outputs" has one form only.
         object.__setattr__(self, "noise_precision", precision.squeeze() if precision.numel() == 1 else precision)
 
     @property
     def learns_noise(self) -> bool:
-        return self.learn
+        return bool(self.learn)
 
     def noise_precisions(self) -> Tensor:
-        assert isinstance(self.noise_precision, Tensor)
+        if not isinstance(self.noise_precision, Tensor):
+            raise ValueError(
+                "`Gaussian(observe=T)` has no noise: give `Gaussian(1 / sigma**2, observe=T)`, with the standard "
+                "deviation of a measurement, in its units, if it is known. Else "
+                "`b = residual_precision(model, loader, observe=T)` takes it from the residuals of measurements, "
+                "better of some that the network was not trained on, and `Gaussian(b, observe=T)` has it."
+            )
         return self.noise_precision
 
     def settings(self) -> dict[str, Any]:
-        return {"noise_precision": self.noise_precisions().tolist(), "learn": self.learn}
+        b = self.noise_precision
+        return {"noise_precision": b.tolist() if isinstance(b, Tensor) else b, "learn": self.learn}
 
     def precision(self, like: Tensor) -> Tensor:
         """`b` on the device and in the dtype of `like`."""

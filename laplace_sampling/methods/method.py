@@ -742,13 +742,13 @@ def by_spectrum(task: Task, solver: Solver, values: Tensor, rotated: Callable[[T
     likelihood, values = model.likelihood, values.double().clamp_min(0)
     if not isinstance(likelihood, Gaussian):
         return by_traces(task, Traces.of_eigenvalues(values, overall_precision(task.prior)), solver)
-    b, zero = float(likelihood.noise_precision), values.new_zeros(1, model.features.size)
+    b, zero = float(likelihood.noise_precisions()), values.new_zeros(1, model.features.size)
     slope = rotated(-ModeObjective(model, task.prior).gradient(zero.to(model.features.dtype), None).double())[0]
     inside = torch.where(values > 0, slope / (b * (values / b).sqrt()), 0.0).nan_to_num()
     offset, network = (float(model.squared_errors(f).sum()) for f in (model.offset, model.network_outputs))
     regression = RegressionEvidence.of_leading(values / b, inside, offset, model.num_observations)
     bounds = HyperparameterBounds(criterion.precision_bounds, criterion.noise_bounds)
-    optimum = regression.largest((overall_precision(task.prior), b), (True, likelihood.learn), bounds, network)
+    optimum = regression.largest((overall_precision(task.prior), b), (True, likelihood.learns_noise), bounds, network)
     at = optimum.precision, optimum.noise_precision
     norm = float(regression.mode_norm(*at))
     found = in_one_step(
@@ -799,7 +799,7 @@ def by_traces(
             return 1.0
         gamma = torch.tensor([dimension(ratio)[0]], dtype=torch.float64)
         updated = clamped(float(noise_update(model, gamma)), bounds.noise_bounds)
-        return updated / float(likelihood.noise_precision)
+        return updated / float(likelihood.noise_precisions())
 
     def norm(ratio: float) -> float:
         nonlocal weights, outputs, minimum
@@ -818,7 +818,7 @@ def by_traces(
     mode_norm, kappa = norm(ratio), factor(ratio)
     assert minimum is not None
     if isinstance(likelihood, Gaussian) and likelihood.learn:
-        likelihood = likelihood.with_precision(float(likelihood.noise_precision) * kappa)
+        likelihood = likelihood.with_precision(float(likelihood.noise_precisions()) * kappa)
     gamma, error = dimension(ratio)
     rounds = ratio < _CARRIED * traces.rounding
     problem = (
@@ -906,7 +906,7 @@ def balances(fit: Fit) -> Iterator[Check]:
     likelihood = fit.model.likelihood
     if isinstance(likelihood, Gaussian) and likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 0:
         squares = float(fit.model.squared_errors(fit.model.network_outputs).sum())
-        noise, free = float(likelihood.noise_precision), fit.model.num_observations - float(gamma.sum())
+        noise, free = float(likelihood.noise_precisions()), fit.model.num_observations - float(gamma.sum())
         yield balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)
 
 

@@ -10,7 +10,7 @@ from pretended_device import pretended_device
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import Gaussian, LinearisedLaplace
+from laplace_sampling import Gaussian, LinearisedLaplace, residual_precision
 
 SIDE = 6
 
@@ -47,8 +47,9 @@ def test_numbers_are_those_of_the_cpu(form: str, method: str) -> None:
         y = image * physics.mask if form.startswith("physics") else image.flatten(1) @ T.mT
         la = LinearisedLaplace(network, Gaussian(50.0, observe=observe), method=method, num_samples=2)
         la.fit_hyperparameters([(z, y)], progress=False)
+        b = torch.tensor(residual_precision(network, [(z, y)], observe=observe))
         pred, observed = la.predict(z), la.predict(z, observed=True)
-        return [t.cpu() for t in (pred.outputs, pred.deviations, observed.samples, observed.log_prob(y))] + [
+        return [t.cpu() for t in (b, pred.outputs, pred.deviations, observed.samples, observed.log_prob(y))] + [
             pred.log_likelihood(model(z).detach().cpu() + 0.1, patch, 1e-4).cpu() for patch in (None, (4, 4))
         ]
 

@@ -117,7 +117,7 @@ def _of_weights() -> dict[str, Tensor]:
 
 def _observed() -> dict[str, Tensor]:
     T = torch.tensor([[1.0, 1.0]], dtype=torch.float64)
-    return results(network(2), Gaussian(observe=T), values(1), method=Krylov())[1]
+    return results(network(2), Gaussian(1.0, observe=T), values(1), method=Krylov())[1]
 
 
 def _noise_by_output() -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ def test_measurements_are_those_of_dense_algebra(method: str, form: str) -> None
 
 def test_hyperparameters_from_measurements_and_a_reload(tmp_path) -> None:
     case, T, y = measured()
-    la = laplace_of(case.model, "regression", method="exact", observe=T, num_samples=4)
+    la = laplace_of(case.model, Gaussian(1.0, observe=T, learn=True), method="exact", num_samples=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         la.fit_hyperparameters([(case.x, y)], progress=False)
@@ -88,7 +88,7 @@ def test_measurements_that_do_not_fit() -> None:
         (T, y[:, :3], "measurements"),
     ):
         with pytest.raises(ValueError, match=message):
-            laplace_of(case.model, "regression", observe=bad).fit([(case.x, data)], progress=False)
+            laplace_of(case.model, Gaussian(1.0, observe=bad)).fit([(case.x, data)], progress=False)
     la = LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False)
     with pytest.raises(ValueError, match="observed=True"):
         la.predict(case.x, observed=True)

@@ -312,7 +312,7 @@ def test_measurements_may_be_missing() -> None:
     model, x, y = trained("regression", 3)
     T = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, -1.0]], dtype=torch.float64)
     measured = with_some_missing(y @ T.T)
-    la = LinearisedLaplace(model, Gaussian(observe=T), method="exact")
+    la = LinearisedLaplace(model, Gaussian(1.0, learn=True, observe=T), method="exact")
     la.fit_hyperparameters([(x, measured)], progress=False)
 
     class Measured(nn.Module):

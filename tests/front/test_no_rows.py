@@ -80,7 +80,7 @@ def test_a_last_layer_and_one_that_is_loaded(method: str, tmp_path: Path) -> Non
 
 def test_with_what_calibration_and_noise_add() -> None:
     case = make_case("regression_per_output")
-    la = LinearisedLaplace(case.model, Gaussian(observe=torch.ones(2, 3).double()), method="krylov", num_samples=4)
+    la = LinearisedLaplace(case.model, Gaussian(1.0, observe=torch.ones(2, 3).double()), method="krylov", num_samples=4)
     la.fit([(case.x, case.x)], progress=False)
     none, some = [la.predict(x, observed=True, num_samples=3) for x in (case.x[:0], case.x)]
     assert_predicts_nothing(none, some, case.x)

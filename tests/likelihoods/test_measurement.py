@@ -202,7 +202,7 @@ def test_what_cannot_be_measured_is_refused(name: str) -> None:
     observe, error, message = BAD[name]
     model, z = inverse.picture(SIDE)
     with pytest.raises(error, match=message):
-        LinearisedLaplace(model.float(), Gaussian(observe=observe)).fit(
+        LinearisedLaplace(model.float(), Gaussian(1.0, observe=observe)).fit(
             [(z.float(), torch.zeros(1, SIDE**2))], progress=False
         )
 
@@ -214,8 +214,8 @@ def test_float64_that_physics_refuses_is_told() -> None:
     with pytest.raises(
         ValueError, match=r"`A` of Physics raised RuntimeError for a stack .* in torch.float64.*model.float"
     ):
-        LinearisedLaplace(model, Gaussian(observe=blur)).fit([(z, torch.zeros(1, 36).double())], progress=False)
-    la = LinearisedLaplace(model.float(), Gaussian(observe=blur), num_samples=4)
+        LinearisedLaplace(model, Gaussian(1.0, observe=blur)).fit([(z, torch.zeros(1, 36).double())], progress=False)
+    la = LinearisedLaplace(model.float(), Gaussian(1.0, observe=blur), num_samples=4)
     assert bool(
         la.fit([(z.float(), torch.zeros(1, 1, SIDE, SIDE))], progress=False).predict(z.float()).stddev.isfinite().all()
     )

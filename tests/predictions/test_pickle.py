@@ -77,7 +77,7 @@ def test_measurements_by_functions_pickle_with_the_prediction_of_outputs() -> No
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model = nn.Linear(3, 2).double()
     y = model(x).detach() @ T.T + 0.1
-    la = LinearisedLaplace(model, Gaussian(observe=T), method="exact", num_samples=2).fit([(x, y)], progress=False)
+    la = LinearisedLaplace(model, Gaussian(1.0, observe=T), method="exact", num_samples=2).fit([(x, y)], progress=False)
     for observed in (False, True):
         pred = la.predict(x, observed=observed)
         assert torch.equal(pickled(pred).variance, pred.variance)
