@@ -96,7 +96,8 @@ def greedy(
             covariance of all candidates, and of 1,000 samples elsewhere. A block that is chosen takes a VJP and a JVP
             for each of its numbers, and unless there is a closed form a solve.
         file: a file of JSON lines, to which each choice is appended. The same call with a file that exists goes on
-            after the choices in it.
+            after the choices in it. The scores of all candidates before any choice are in it, and tell another
+            posterior, other candidates or other targets.
 
     Raises:
         NotFittedError: before a fit, or if samples or measurements need training data that a file did not hold.
@@ -108,8 +109,8 @@ def greedy(
     state = _state("greedy", la, candidates, criterion, targets, num_samples)
     if num > len(state.sizes):
         raise ValueError(f"`greedy(num={num})`: there are {len(state.sizes)} candidates to choose from.")
-    precisions = [la.prior_precision_.tolist(), state.noise.unique().tolist()]
-    asked = {"criterion": criterion, "rows": state.sizes, "samples": state.num_samples, "precisions": precisions}
+    alone = state.scores(criterion)
+    asked = {"criterion": criterion, "samples": state.num_samples, "scores": alone.tolist()}
     steps, chosen, gains = _begun(file, asked)[:num], [], []
     while len(chosen) < num:
         if chosen:
@@ -117,7 +118,8 @@ def greedy(
         if len(chosen) < len(steps):
             best, gain = steps[len(chosen)]["chosen"], steps[len(chosen)]["gain"]
         else:
-            scores = state.scores(criterion).index_fill(0, torch.tensor(chosen, dtype=torch.long), -torch.inf)
+            of_all = state.scores(criterion) if chosen else alone
+            scores = of_all.index_fill(0, torch.tensor(chosen, dtype=torch.long), -torch.inf)
             best = int(scores.argmax())
             gain = float(scores[best])
             _append(file, {"chosen": best, "gain": gain})
@@ -310,6 +312,8 @@ def _state(
             f'`{call}(criterion="variance", targets=...)` chooses what lowers the variances of targets: give both, or '
             "neither."
         )
+    if not isinstance(la, LinearisedLaplace):
+        raise TypeError(f"`{call}(la)` needs a fitted `LinearisedLaplace`, but got a {type(la).__name__}.")
     if num_samples is not None:
         check_whole(f"`{call}(num_samples=...)`", num_samples, 2)
     fitted = la._require(call)
@@ -324,7 +328,10 @@ def _state(
     factor, noise = calibration.scale / calibration.temperature**2, likelihood.noise_precisions()
     if la.settings.observation is None:
         x, image = checked_inputs(candidates, call), None
-        both = x if targets is None else concatenate([x, checked_inputs(targets, call)])
+        t = None if targets is None else checked_inputs(targets, call)
+        if t is not None and not num_rows(t):
+            raise ValueError(f"`{call}(targets)` needs inputs, but there are none.")
+        both = x if t is None else concatenate([x, t])
         features: Features = features_at(la.network, both, posterior.rows)
         sizes = [features.num_outputs] * num_rows(x)
         noise = noise.repeat(num_rows(x)) if noise.dim() else noise
@@ -407,20 +414,33 @@ def _begun(file: FilePath | None, asked: dict[str, Any]) -> list[dict[str, Any]]
     if file is None:
         return []
     path = Path(file)
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line of a killed process
-    asked = json.loads(json.dumps(asked))
-    if not whole:
+    text = path.read_text() if path.exists() else ""
+    if not text:
         path.write_text(json.dumps(asked) + "\n")
         return []
-    first, *steps = map(json.loads, whole.splitlines())
-    if first != asked:
-        differs = [name for name in asked if first.get(name) != asked[name]]
+    whole = text.rpartition("\n")[0]  # the last line of a killed process may be a part
+    call, otherwise = f"`greedy(file={str(file)!r})`", "Delete it, or give another name."
+    try:
+        first, *steps = map(json.loads, whole.splitlines())
+        differs = [name for name in asked if not _are_close(first[name], asked[name])]
+        is_whole = all(0 <= step["chosen"] < len(asked["scores"]) and "gain" in step for step in steps)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{call}: the file holds something else than choices of `greedy`. {otherwise}") from error
+    if differs or not is_whole:
         raise ValueError(
-            f"`greedy(file={str(file)!r})`: the file is of another call, whose {', '.join(differs)} differ. Delete it, "
-            "or give another name."
+            f"{call}: the file is of another call, whose {', '.join(differs) or 'candidates'} differ (scores are those "
+            f"of the candidates before any choice, by the posterior). {otherwise}"
         )
-    path.write_text(whole + "\n")  # without a line that is not whole
+    path.write_text(whole + "\n")
     return steps
+
+
+def _are_close(found: Any, wanted: Any) -> bool:
+    """Whether two settings are the same; scores of another machine differ by rounding."""
+    if not isinstance(wanted, list):
+        return found == wanted
+    values = torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)
+    return values[0].shape == values[1].shape and bool((values[0] - values[1]).norm() <= 1e-3 * values[1].norm())
 
 
 def _append(file: FilePath | None, step: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ def residual_precision(
         ValueError: if there are no targets, or the network explains them exactly.
 
     Example:
+        >>> import torch
         >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
         >>> network = nn.Linear(3, 1)
         >>> b = residual_precision(network, [(x, y)])

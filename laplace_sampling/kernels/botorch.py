@@ -39,6 +39,9 @@ class ConditionedModel(Model):
 
     Args:
         conditioned: what `condition` has returned.
+
+    Raises:
+        TypeError: for anything else.
     """
 
     num_outputs = 1  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
@@ -46,6 +49,11 @@ class ConditionedModel(Model):
 
     def __init__(self, conditioned: KernelPosterior) -> None:
         super().__init__()
+        if not isinstance(conditioned, KernelPosterior):
+            raise TypeError(
+                f"`ConditionedModel(conditioned)` needs what `condition(model)` returns, but got a "
+                f"{type(conditioned).__name__}."
+            )
         self.conditioned = conditioned
 
     def posterior(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -193,8 +193,33 @@ def test_a_file_goes_on_where_it_ended(tmp_path: Path, samples: int | None) -> N
     written = file.read_bytes()
     assert greedy(la, candidates, 2, num_samples=samples, file=file).chosen == whole.chosen[:2]
     assert file.read_bytes() == written
-    with pytest.raises(ValueError, match="of another call, whose criterion differ"):
+    with pytest.raises(ValueError, match="of another call, whose criterion"):
         greedy(la, candidates, 2, "ese", num_samples=samples, file=file)
+
+
+def test_a_file_of_another_call_is_neither_used_nor_changed(tmp_path: Path) -> None:
+    """Other candidates, posteriors and targets of the same shapes are told by the scores before any choice."""
+    la, x, file = regression(inputs(30, 0)), inputs(8, 1), tmp_path / "design.jsonl"
+    targets = inputs(5, 3)
+    greedy(la, x, 2, "variance", targets=targets, file=file)
+    written = file.read_bytes()
+    for posterior, candidates, wanted in (
+        (la, inputs(8, 2), targets),
+        (regression(torch.cat([inputs(30, 0), x[:2]])), x, targets),
+        (la, x, inputs(5, 4)),
+        (la, x[:7], targets),
+    ):
+        with pytest.raises(ValueError, match="of another call, whose scores differ"):
+            greedy(posterior, candidates, 2, "variance", targets=wanted, file=file)
+        assert file.read_bytes() == written
+    for text in ("my notes", "my\nnotes\n", "[1, 2]\n", '{"criterion": "variance"}\n', written.decode().split("\n")[0]):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="something else than choices"):
+            greedy(la, x, 2, "variance", targets=targets, file=file)
+        assert file.read_text() == text
+    file.write_text(written.decode() + '{"chosen": 99, "gain": 1.0}\n')
+    with pytest.raises(ValueError, match="of another call, whose candidates differ"):
+        greedy(la, x, 2, "variance", targets=targets, file=file)
 
 
 def test_a_loaded_regression_scores_inputs_without_its_data(tmp_path: Path) -> None:
@@ -224,6 +249,8 @@ def test_bad_arguments_are_named() -> None:
         (ValueError, r"candidates\[1\].*has 35 columns, but the model gives 36", lambda: greedy(
             la, [candidates[0], candidates[1][:, 1:]], 1)),
         (ValueError, r"targets.*has 5 columns", lambda: scores(la, candidates, "variance", targets=eye(5))),
+        (TypeError, "needs a fitted `LinearisedLaplace`", lambda: greedy(nn.Linear(2, 1), x, 1)),
+        (ValueError, "`scores\\(targets\\)` needs inputs", lambda: scores(of_inputs, x, "variance", targets=x[:0])),
         (TypeError, "takes a list of operators", lambda: greedy(la, (lambda f: f, lambda u: u), 1)),
         (ValueError, "it is empty", lambda: greedy(la, [], 1)),
         (ValueError, "shape", lambda: greedy(of_inputs, x[:, :1], 1)),

@@ -21,6 +21,7 @@ from laplace_sampling import (
     ConvergenceWarning,
     Data,
     Evidence,
+    Gaussian,
     IsotropicPrior,
     LinearisedLaplace,
     NotFittedError,
@@ -249,7 +250,7 @@ def test_messages_of_calibrating() -> None:
         loaded.calibrate(case.batches)
     loaded.load_state_dict(LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False).state_dict())
     assert loaded.calibrate(case.batches) is loaded  # nothing is left of the fit before
-    measured = laplace_of(case.model, "regression", observe=torch.ones(1, 1, dtype=torch.float64))
+    measured = laplace_of(case.model, Gaussian(1.0, observe=torch.ones(1, 1, dtype=torch.float64)))
     measured.fit(case.batches, progress=False)
     with pytest.raises(ValueError, match="observe"):
         measured.calibrate(case.batches)

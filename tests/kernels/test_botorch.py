@@ -110,3 +110,8 @@ def test_acquisition_functions_of_many_inputs(gp: Any) -> None:
     _, theirs = optimize_acqf(qLogExpectedImprovement(gp, 1060.0), BOUNDS, q=2, num_restarts=2, raw_samples=32)
     assert candidates.shape == (2, 2)
     assert float((value - theirs).abs()) < 0.3
+
+
+def test_a_model_that_is_not_conditioned_is_refused(gp: Any) -> None:
+    with pytest.raises(TypeError, match="what `condition\\(model\\)` returns"):
+        ConditionedModel(gp)
