@@ -49,12 +49,14 @@ _ENOUGH, _NUMBERS = 4096, 2**24
 
 @dataclass(frozen=True)
 class OnTrainingData:
-    """What samples say of some of the training data.
+    """Checks error bars on some of the training data: `problems` tells in words whether they are of no use.
+
+    `calibration` scores each target by its prediction from the other data, where this is known in closed form.
 
     Attributes:
-        fit: of the samples.
-        some: which data.
-        weights: `R^{-1/2}` of given noise variances, of all data.
+        fit: the fit whose error bars are checked; posterior samples are drawn if they are needed and there are none.
+        some: the indices of the data that are looked at; they have targets.
+        weights: `R^{-1/2}` of all training data, where `R` are noise variances that were given; else `None`.
     """
 
     # Training data that are enough to tell whether error bars are useless: a round number.

@@ -35,12 +35,14 @@ BASIS_DATA, _GRADIENTS = 1000, 2000
 
 @dataclass(frozen=True)
 class KroneckerFit:
-    """How Kronecker factors are found.
+    """Settings that say how many gradients Kronecker factors are computed from.
 
     Attributes:
-        outputs: random outputs of a datum that stand for all of them, or all where they are no more; by default as
-            many as make 2,000 gradients, 64 at most.
-        data: the number of random data that stand for all.
+        outputs: the number of random combinations of the outputs of each datum that are differentiated; if a datum has
+            no more outputs than this, all of them are, one by one. By default as many as make 2,000 gradients in all,
+            at least 1 and at most 64.
+        data: the number of random data that eigenvalues are computed from, all data if there are fewer. Eigenvectors
+            take at most 1,000 of them.
     """
 
     outputs: int | None = None

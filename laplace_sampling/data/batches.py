@@ -243,7 +243,7 @@ def flattened(tensor: Tensor, lead: int = 1) -> Tensor:
 
 
 def take(x: Any, indices: Tensor | slice) -> Any:
-    """Some of the data of a batch."""
+    """Returns these rows of every tensor of a batch, in a batch of the same structure."""
     return _each(x, lambda tensor: tensor[indices])
 
 

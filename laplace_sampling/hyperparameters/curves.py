@@ -96,7 +96,11 @@ ModeCurve = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def interpolated(alphas: Float[Tensor, " k"], objectives: Float[Tensor, " k"], norms: Float[Tensor, " k"]) -> ModeCurve:
-    """The curves of modes at rising precisions, by a cubic Hermite spline of `F` in `log α`, whose slope is known."""
+    """Interpolates `F` and `‖θ̄‖²` between modes at rising precisions, by a cubic Hermite spline of `F` in `log α`.
+
+    The slope of `F` in `log α` is `½ α‖θ̄‖²`. The curve of one mode is constant. Precisions must be within the range of
+    `alphas`, up to rounding: outside of it `F` stays at its value at the end.
+    """
     if len(alphas) == 1:
         return lambda alpha: (objectives.expand(len(alpha)), norms.expand(len(alpha)))
     # It takes a while to import, and only curves need it.

@@ -102,16 +102,18 @@ def best_network_evidence(
     weights: Float[Tensor, " P"],
     traces_of: Callable[[GaussianPrior], Traces],
 ) -> tuple[float, MarginalLikelihood]:
-    """The prior precision of largest evidence of the network, with the noise precision that is best, and the evidence.
+    """Finds the prior precision at which the evidence of the network is largest; returns it and the evidence there.
 
-    Several precisions of a prior keep their ratios: the number is their geometric mean over the weights. A noise
-    precision keeps its value if it is not learnt, or if there are several.
+    A noise precision that is learnt, if it is a single one, is set to its best value for each prior precision; others
+    keep their values. Several prior precisions keep their ratios, and the returned number is their geometric mean over
+    the weights. Where traces are not exact and the maximum is more than `DECADES` from the precision that they were
+    made at, they are made again nearer to it, up to `_RUNS` times in all.
 
     Args:
         model: the linear model on the training data.
-        prior: of the weights.
-        weights: `w̄`.
-        traces_of: traces that are accurate up to `DECADES` to both sides of the precision of a prior.
+        prior: the prior of the weights, near whose precisions the traces are made first.
+        weights: the trained weights `w̄`.
+        traces_of: makes traces that are accurate within `DECADES` of the precision of the prior that it is given.
     """
     runs = 1
     while True:

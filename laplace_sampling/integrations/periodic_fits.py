@@ -53,9 +53,11 @@ class PeriodicFits:
         metrics: what is computed from predictions for `val_loader`, by name: a function `(prediction, targets) ->
             number` or `-> [N]` of what `LinearisedLaplace.predict` returns for a batch, averaged over the data; or a
             metric of torchmetrics, which gets `prediction.probs`, or `prediction.mean` for a regression.
-        budget: the first fit costs at most this many training epochs, counted in operations, each later one at most
-            half of what the first took. Fits are skipped, except the first and the last one, so that all together never
-            cost more than the training itself; `logging` says so with the costs. `None` is no limit, and skips none.
+        budget: the first fit costs at most this many training epochs, counted in operations, and each later one at most
+            half of what the first took. A fit is skipped, and `logging` says why, if the fits so far, this one and one
+            at the end of training would cost more than the epochs so far, were each to cost what the last one did. The
+            first fit and the one after the last epoch are never skipped, so that the fits of a short training may cost
+            more than it does. `None` is no limit, and skips none.
             With few data, fits cost more: Kronecker factors take at least 250 gradients, and rules for `α` use 50 data.
         process_group: the processes of `torch.distributed` that share out the data of the fits and of the metrics. All
             of them make the same calls (`docs/distributed.md`). Their buffers may differ, such as the running means of

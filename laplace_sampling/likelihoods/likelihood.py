@@ -75,7 +75,10 @@ class Likelihood(ABC):
     def diagonal_and_vector(
         self, f: Float[Tensor, "N C"], y: Tensor | None = None
     ) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"]] | None:
-        """`d` and `v` of `B = diag(d) − v vᵀ`, by which sums over data take no `[N, C, C]`; `None` if not given."""
+        """`d` and `v` with `B = diag(d) − v vᵀ` for each datum, so that sums over data need no `[N, C, C]` tensors.
+
+        Returns `None`, as it does by default, if the likelihood has no such form.
+        """
         return None
 
     @abstractmethod
@@ -149,7 +152,7 @@ class Likelihood(ABC):
         return (-self.loss(f, y)).logsumexp(0) - math.log(len(f))
 
     def rank(self, num_outputs: int) -> int:
-        """An upper bound on the rank of `B`."""
+        """An upper bound on the rank of the `[C, C]` curvature `B` of a datum, for `C` outputs."""
         return num_outputs
 
     @property

@@ -694,12 +694,14 @@ class NetworkFeatures(Features):
 
 
 def in_float64_at(network: Linearisation, x: Any, copied: Linearisation | None = None) -> Linearisation:
-    """The network in float64, or the network itself if it does not compute so at these inputs.
+    """Returns a copy of the network in float64, or the network itself if that fails or gives no float64 outputs.
+
+    It runs the copy once, and treats any error of the copying or of the run as a failure.
 
     Args:
-        network: linearised network.
-        x: inputs.
-        copied: `network.in_float64()`, if it is there.
+        network: the linearised network.
+        x: inputs to try it at; one datum is enough.
+        copied: the result of `network.in_float64()`, if it has been made already.
     """
     try:
         other = copied or network.in_float64()

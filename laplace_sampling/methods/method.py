@@ -656,7 +656,11 @@ class Method(ABC):
         return min(in_em, self.rows(memory, num_samples, self._EM_STACKS * in_em))
 
     def tune_by_em(self, task: Task, solver: Solver) -> Hyperparameters:
-        """Hyperparameters by EM on samples, starting at those of the task; `work` is the solver."""
+        """Finds prior and noise precisions by EM on posterior samples, starting at those of the task.
+
+        If EM stops before its tolerance, or at a bound, the result has not `converged`, and its `problems` say so. Its
+        `work` is the solver, for the fit that follows.
+        """
         evidence = task.criterion.evidence
         found = fit_em(
             task.model,

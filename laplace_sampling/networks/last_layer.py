@@ -98,7 +98,7 @@ class LinearLayer(Linearisation):
         return product.view(num_data, num, -1).transpose(0, 1)
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
-        """As `Linearisation` does."""
+        """As `Linearisation.vjp`: `Σ_n φ(x_n)ᵀ u_kn`; `graph` changes nothing, as autograd follows plain products."""
         self.products["vjp"] += len(u) * len(x)
         u = u.reshape(len(u), len(x), -1)
         weight = (u.movedim(1, 2).flatten(0, 1) @ x).reshape(len(u), -1)

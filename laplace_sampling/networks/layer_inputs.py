@@ -91,7 +91,7 @@ class Features:
         )
 
     def last_of(self, num: int) -> "Features":
-        """Returns the features of the data that were seen last."""
+        """Returns the features of the last `num` data, `num ≥ 1`, of all that the network was run on."""
         return Features(self.layers[:, -num:], self.last[-num:])
 
 

@@ -270,7 +270,7 @@ class Shell:
 
     @property
     def module_dtype(self) -> torch.dtype:
-        """The dtype of the weights; of complex ones that of their parts."""
+        """The dtype of the first of the random weights, on behalf of all; of a complex one that of its real part."""
         return self._some_weight.dtype.to_real()
 
     @property
@@ -384,7 +384,10 @@ class Shell:
                 own[key] = before
 
     def outputs(self, x: Any) -> Callable[..., Float[Tensor, "N C"]]:
-        """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
+        """Returns the function that maps the random weights, by name as in `random`, to the outputs at `x`, `[N, C]`.
+
+        During its calls, layers that have no forward derivatives are replaced by equal ones that have them.
+        """
         num = num_rows(x)
 
         def outputs(weights: Weights) -> Tensor:

@@ -58,10 +58,11 @@ class SplitConformal:
 
 
 def rounding(outputs: Tensor) -> tuple[float, float]:
-    """By how much outputs, and by what factor standard deviations, may change from one batch to another.
+    """Bounds how much predictions may change by rounding from one batch to another.
 
-    Rows of the Jacobian are rounded relative to the prior, whose standard deviation of the function is larger than that
-    of the posterior: by half of the digits, that may be up to `1/√ε` times as large.
+    Returns the largest absolute change of an output, 64 units of rounding of the largest output, and the largest
+    relative change of a standard deviation, `√ε`. The latter is larger than `ε` since the rows of the Jacobian are
+    rounded relative to the prior, whose standard deviation may be up to `1/√ε` times that of the posterior.
     """
     unit = torch.finfo(outputs.dtype).eps
     return _UNITS * unit * float(outputs.abs().max()), math.sqrt(unit)

@@ -213,7 +213,7 @@ class Solves(Protocol):
 
 @dataclass(frozen=True)
 class DenseCovariance(FunctionCovariance):
-    """The covariance at some inputs.
+    """The covariance `φ(x) H⁻¹ φ(x)ᵀ` from whole rows `φ(x)` and solves with `H`, in float64.
 
     Attributes:
         features: `φ(x)`.

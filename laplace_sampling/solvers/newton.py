@@ -31,10 +31,12 @@ def newton(
     afford: Afford = unlimited,
     description: str | None = None,
 ) -> Minimum:
-    r"""Newton's method with steps that are halved until the objective goes down.
+    r"""Minimises by Newton's method, with steps that are halved until the objective goes down.
 
-    It ends with the step whose length in the norm of `H` (the Newton decrement) is below `tolerance` times the norm of
-    the iterate in that of `A`. Convergence is quadratic, so that the error after this step is smaller still.
+    It has converged once a step was shorter than `tolerance` times the iterate, the lengths in the norms of `H` (the
+    Newton decrement) and of `A`; or once the gradient, or the decrease that a step promises, is below rounding error.
+    Convergence is quadratic, so that the error after the last step is smaller still. It ends without having converged
+    where no halved step goes down, or where steps or passes run out, and returns the best point with `converged=False`.
 
     Args:
         objective: to minimise.

@@ -58,12 +58,12 @@ class PrecisionUpdate:
         likelihood: the likelihood with the new noise precision.
         names: the names of the groups: layers, or `"all"`.
         prior_precision: `α`, `[G]`, in units of the sum of losses over the data.
-        noise_precision: `b` of a regression; else `None`.
+        noise_precision: `b` of a regression with one noise precision for all outputs; else `None`.
         effective_dimension: `γ`, `[G]`, at the earlier precisions.
         weight_norm: `‖w̄_g‖²`, `[G]`.
         log_marginal_likelihood: `log p(y)` at the network's weights and the new precisions, a sum over the data.
         weight_decay: `λ` of each parameter by its name, for a loss `(mean + ½ Σ λ‖w‖²)`: `α/N`, and for a regression
-            `α/(N b)`, with half the squared error as its loss.
+            `α/(N b)`, with half the squared error as its loss; `b` is the mean where outputs have fixed precisions.
         passes: Jacobian products, in units of all data and one vector.
     """
 
