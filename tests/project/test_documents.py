@@ -31,6 +31,14 @@ def test_documentation_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_code_of_the_first_pages_runs_as_it_stands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
+        exec(block, names)
+    assert "torch.Size([64, 3, 2])" in capsys.readouterr().out
+
+
 def test_documents_name_commands_that_exist() -> None:
     texts = [
         ROOT / "README.md",
