@@ -49,9 +49,12 @@ _ENOUGH, _NUMBERS = 4096, 2**24
 
 @dataclass(frozen=True)
 class OnTrainingData:
-    """Checks error bars on some of the training data: `problems` tells in words whether they are of no use.
+    """Says whether the error bars of a fit are of use, from what it predicts for its training data.
 
-    `calibration` scores each target by its prediction from the other data, where this is known in closed form.
+    `problems` returns sentences on error bars that are too wide to be of use, and on a regression of learnt noise that
+    knows its training data by heart. The list is empty if neither is so, and for likelihoods other than Gaussians and
+    those of labels. `calibration` changes no prediction: for a Gaussian likelihood it scores all training targets, each
+    by its prediction from the other data, if this is known in closed form; else it has no scores.
 
     Attributes:
         fit: the fit whose error bars are checked; posterior samples are drawn if they are needed and there are none.

@@ -16,6 +16,8 @@ from benchmarks.tomography.problems import Problem
 from benchmarks.tomography.scores import Estimate, constants
 
 DROPOUT = 0.05
+# Reconstructions from other initial weights, and parts of the angles that networks are trained without in turn.
+_NETWORKS, _FOLDS = 5, 5
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,21 @@ class Study:
     def linearised(self) -> Estimate:
         return contenders.linearised(self.problem, self.prior, self.settings, self.noise)
 
+    @cached_property
+    def left_out_noise(self) -> float:
+        """Variance of the residuals at angles that a network was trained without, each angle once."""
+        squares = []
+        for fold in range(_FOLDS):
+            part = self.problem.left_out(fold, _FOLDS)
+            prior = Prior.of(part, self.settings)
+            squares.append(residuals(prior.net, prior.z, part)[1] ** 2)
+        return float(np.mean(np.concatenate(squares)))
+
+    def several_networks(self) -> Estimate:
+        """The spread of reconstructions from other initial weights, added to the covariance of one."""
+        others = [self.prior.mean] + [Prior.of(self.problem, self.settings, n).mean for n in range(1, _NETWORKS)]
+        return contenders.with_spread(self.linearised, others, 1 / (_NETWORKS - 1))
+
     def contenders(self) -> dict[str, Callable[[], Estimate]]:
         """What makes each estimate, by its name."""
         problem, settings = self.problem, self.settings
@@ -58,6 +75,10 @@ class Study:
         found = {
             "linearised, g-prior": lambda: self.linearised,
             "linearised, isotropic": lambda: again("isotropic"),
+            "linearised, noise of left-out angles": lambda: contenders.linearised(
+                problem, self.prior, settings, self.left_out_noise
+            ),
+            "linearised, five networks": self.several_networks,
             "one constant": lambda: constants(problem, self.prior.mean)["one constant"],
             "two constants": lambda: constants(problem, self.prior.mean)["two constants"],
             "dropout": lambda: contenders.dropout(

@@ -35,12 +35,14 @@ BASIS_DATA, _GRADIENTS = 1000, 2000
 
 @dataclass(frozen=True)
 class KroneckerFit:
-    """Settings that say how many gradients Kronecker factors are computed from.
+    """Computes Kronecker factors, and eigenvalues in their basis, from some gradients; its settings say how many.
+
+    Eigenvectors take one pass over data, and eigenvalues another with independent random combinations of the outputs.
 
     Attributes:
-        outputs: the number of random combinations of the outputs of each datum that are differentiated; if a datum has
-            no more outputs than this, all of them are, one by one. By default as many as make 2,000 gradients in all,
-            at least 1 and at most 64.
+        outputs: the number of random combinations of the outputs of each datum that are differentiated in each pass; if
+            a datum has no more outputs than this, all of them are, one by one. By default what makes about 2,000
+            gradients in the pass for the eigenvalues, at least 1 and at most 64.
         data: the number of random data that eigenvalues are computed from, all data if there are fewer. Eigenvectors
             take at most 1,000 of them.
     """

@@ -124,8 +124,8 @@ class Factored(Method):
     Args:
         kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.
         outputs: for `"kfac"`, the number of random combinations of the outputs of a datum that represent all of them.
-            If there are no more outputs, these are used themselves. Each takes a VJP. By default as many as make 2,000
-            gradients: one of 2,000 data or more.
+            If there are no more outputs, these are used themselves. Each takes a VJP. By default as many as make about
+            2,000 gradients of the eigenvalues: one of 2,000 data or more.
         num_data: for `"kfac"`, the number of random data that represent all.
 
     Raises:

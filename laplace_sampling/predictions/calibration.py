@@ -52,8 +52,8 @@ class CalibrationWarning(UserWarning):
 class Calibration:
     """Factors that change predictions, and log-likelihoods of the data that they were chosen by.
 
-    Log-likelihoods are sums over these data, times their weights, in nats. For training data, of which at most 4,096
-    are used, each datum is predicted from the others.
+    Log-likelihoods are sums over these data, times their weights, in nats. Each datum of the training data is predicted
+    from the others.
 
     Attributes:
         scale: multiplies the covariance.

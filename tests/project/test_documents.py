@@ -42,7 +42,7 @@ def test_code_of_the_first_pages_runs_as_it_stands(name: str, capsys: pytest.Cap
 def test_documents_name_commands_that_exist() -> None:
     texts = [
         ROOT / "README.md",
-        ROOT / "setup.cfg",
+        ROOT / "pyproject.toml",
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "benchmarks").rglob("*.md"),
         *(ROOT / "benchmarks").rglob("*.py"),
