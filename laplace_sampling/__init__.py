@@ -3,6 +3,7 @@
 from importlib.metadata import version
 
 from laplace_sampling.data.training_data import Data
+from laplace_sampling.evaluate import Evaluation, evaluate
 from laplace_sampling.export.posterior_module import save_onnx
 from laplace_sampling.hyperparameters.criterion import (
     Accuracy,
@@ -64,6 +65,7 @@ __all__ = [
     "Data",
     "Diagnosis",
     "Dual",
+    "Evaluation",
     "Evidence",
     "EvidenceCurves",
     "Exact",
@@ -96,6 +98,7 @@ __all__ = [
     "Subset",
     "Validation",
     "compare",
+    "evaluate",
     "from_loss",
     "largest_variance",
     "residual_precision",

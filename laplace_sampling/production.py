@@ -90,13 +90,15 @@ def predictions_of(
         )
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     for batch in progress_bar("Predictions" if progress else None, loader, leave=True):
-        prediction = predicted(checked_inputs(_inputs(batch) if unpack is None else unpack(batch)[0]))
+        prediction = predicted(
+            checked_inputs(inputs_of("predict_loader(loader)", batch) if unpack is None else unpack(batch)[0])
+        )
         for name, values in parts.items():
             values.append(getattr(prediction, name).cpu())
     return {name: _joined(name, values) for name, values in parts.items()}
 
 
-def _inputs(batch: Any) -> Any:
+def inputs_of(call: str, batch: Any) -> Any:
     """The inputs of a batch, `(x, y)`, `(x,)` or `x`."""
     batch = as_tensors(batch)
     if isinstance(batch, Mapping):
@@ -105,7 +107,7 @@ def _inputs(batch: Any) -> Any:
         return batch
     if len(batch) > 2 or not batch:
         raise TypeError(
-            f"Batches of `predict_loader(loader)` must be pairs (x, y), or inputs x alone, but one is a "
+            f"Batches of `{call}` must be pairs (x, y), or inputs x alone, but one is a "
             f"{type(batch).__name__} of {len(batch)}. For others `Data(unpack=...)` returns "
             "(inputs, targets)."
         )

@@ -8,9 +8,11 @@ changes no settings of matplotlib.
 - `plot_ood`: scores of inputs like the training data, and of others.
 - `plot_history`: the steps of `fit_hyperparameters`.
 - `plot_evidence`: the log marginal likelihood against the prior precision.
+- `plot_evaluation`: the scores of `evaluate`.
 """
 
 from laplace_sampling.plots.pictures import plot_error_bars as plot_error_bars
+from laplace_sampling.plots.pictures import plot_evaluation as plot_evaluation
 from laplace_sampling.plots.pictures import plot_evidence as plot_evidence
 from laplace_sampling.plots.pictures import plot_history as plot_history
 from laplace_sampling.plots.pictures import plot_ood as plot_ood

@@ -11,14 +11,15 @@ from torch import Tensor
 from laplace_sampling.arguments import as_numbers, check_whole
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.plots.drawing import BLUE, GREY, ORANGE, Axes, as_array, axes_of, check_kind, panels
 from laplace_sampling.predictions.prediction import (
     ClassificationPrediction,
     HeteroscedasticPrediction,
     Prediction,
     RegressionPrediction,
 )
+from laplace_sampling.predictions.scores import SCORES
 
-Axes = Any  # of matplotlib, which may not be there
 Regression = RegressionPrediction | HeteroscedasticPrediction
 Intervals = dict[str, tuple[np.ndarray, np.ndarray]]
 
@@ -62,7 +63,7 @@ def plot_error_bars(
         TypeError, ValueError: for predictions of other kinds, inputs and targets that are not of these predictions, and
             options that are not known.
     """
-    _check_kind("plot_error_bars(pred)", pred, Regression, "the prediction of a regression, such as `pred[head]`")
+    check_kind("plot_error_bars(pred)", pred, Regression, "the prediction of a regression, such as `pred[head]`")
     check_whole("`plot_error_bars(num_samples=...)`", num_samples, 0)
     column = _column(pred, output)
     low, high = (column(end) for end in pred.interval(level))
@@ -73,7 +74,7 @@ def plot_error_bars(
     targets = None if y is None else pred._prepared(y, "plot_error_bars(pred, x, y)")[1].reshape(pred.mean.shape)
     # Ranks by mean stand in the place of inputs.
     place = np.argsort(np.argsort(mean, kind="stable")) if x is None else _places(x, len(mean))
-    ax, order = _axes_of("plot_error_bars", ax), np.argsort(place, kind="stable")
+    ax, order = axes_of("plot_error_bars", ax), np.argsort(place, kind="stable")
     for (label, (low, high)), width, alpha in zip(intervals.items(), (1, 3), (0.15, 0.3), strict=True):
         if x is None:
             ax.vlines(place, low, high, color="C0", linewidth=width, alpha=0.5, label=label)
@@ -98,7 +99,7 @@ def _column(pred: Regression, output: int | None) -> Callable[[Tensor], np.ndarr
             f"`plot_error_bars(pred, output={output})`: there are {num} outputs for each datum; choose one, as "
             "`output=0` for the first."
         )
-    return lambda values: _as_array(values.reshape(len(values), -1)[:, output or 0])
+    return lambda values: as_array(values.reshape(len(values), -1)[:, output or 0])
 
 
 def _places(x: Any, num: int) -> np.ndarray:
@@ -108,7 +109,7 @@ def _places(x: Any, num: int) -> np.ndarray:
             f"`plot_error_bars(x=...)` must have one number for each of the {num} predictions, but has shape "
             f"{list(place.shape)}. Without `x`, there is a bar for each datum."
         )
-    return _as_array(place.reshape(-1))
+    return as_array(place.reshape(-1))
 
 
 def plot_evidence(
@@ -142,7 +143,7 @@ def plot_evidence(
     """
     if curve not in _CURVES:
         raise ValueError(f"`plot_evidence(curve={curve!r})` is not known; use one of {list(_CURVES)}.")
-    ax = _axes_of("plot_evidence", ax)
+    ax = axes_of("plot_evidence", ax)
     curves = la.evidence_path(decades, num)
     alpha, values = curves.prior_precision, getattr(curves, curve)
     (line,) = ax.plot(alpha, values)
@@ -181,7 +182,7 @@ def plot_history(la: Any, ax: Axes = None) -> Axes:
             "`plot_history(la)` needs the steps of `fit_hyperparameters`, but `history_` is empty: the posterior was "
             "fitted by `fit`, at the hyperparameters that it was given."
         )
-    ax = _axes_of("plot_history", ax)
+    ax = axes_of("plot_history", ax)
     series = (
         ("prior precision α", [step.prior_precision for step in steps]),
         ("noise precision b = 1/σ²", [step.noise_precision for step in steps if step.noise_precision is not None]),
@@ -229,7 +230,7 @@ def plot_ood(
     check_whole("`plot_ood(num_bins=...)`", num_bins, 1)
     named = {"inside": inside, "outside": outside}
     scores = {name: _scores(name, pred, score) for name, pred in named.items()}
-    ax = _axes_of("plot_ood", ax)
+    ax = axes_of("plot_ood", ax)
     # scipy.stats takes a second to import.
     from scipy.stats import mannwhitneyu
 
@@ -250,14 +251,14 @@ def plot_ood(
 
 
 def _scores(name: str, pred: Prediction, score: str) -> np.ndarray:
-    _check_kind(f"plot_ood({name}=...)", pred, Prediction, "a prediction")
+    check_kind(f"plot_ood({name}=...)", pred, Prediction, "a prediction")
     values = getattr(pred, score, None) if isinstance(score, str) else None
     if not isinstance(values, Tensor) or values.shape[:1] != pred.outputs.shape[:1]:
         raise ValueError(
             f"`plot_ood(score={score!r})`: a {type(pred).__name__} has no such score of each input; use "
             '"epistemic" or, of a classification, "entropy" or "mutual_information".'
         )
-    array = _as_array(values).reshape(-1)
+    array = as_array(values).reshape(-1)
     if not np.isfinite(array).all():
         raise ValueError(f"`plot_ood(score={score!r})`: scores of {name} contain NaN or infinity.")
     return array
@@ -295,13 +296,13 @@ def plot_reliability(
     check_whole("`plot_reliability(num_bins=...)`", num_bins, 1)
     if isinstance(pred, Regression):
         targets = pred._prepared(y, "plot_reliability(pred, y)")[1].to(pred.mean).reshape(pred.mean.shape)
-        ax = _axes_of("plot_reliability", ax)
+        ax = axes_of("plot_reliability", ax)
         _draw_coverage(ax, pred, targets, num_bins)
     else:
         needed = "the prediction of a classification or a regression, such as `pred[head]`"
-        _check_kind("plot_reliability(pred, y)", pred, ClassificationPrediction, needed)
+        check_kind("plot_reliability(pred, y)", pred, ClassificationPrediction, needed)
         claimed, right = _claims(pred, y)
-        ax = _axes_of("plot_reliability", ax)
+        ax = axes_of("plot_reliability", ax)
         _draw_bins(ax, claimed, right, num_bins)
         one = isinstance(pred.likelihood, Bernoulli)
         ax.set_xlabel("predicted probability of label 1" if one else "probability of the predicted class")
@@ -326,7 +327,7 @@ def _claims(pred: ClassificationPrediction, y: Any) -> tuple[np.ndarray, np.ndar
             right = likelihood.weights_of_classes(targets).gather(-1, predicted[..., None])[..., 0]
         else:
             right = predicted == targets.reshape(given.shape)
-    return _as_array(claimed[given]), _as_array(right[given])
+    return as_array(claimed[given]), as_array(right[given])
 
 
 def _draw_bins(ax: Axes, claimed: np.ndarray, right: np.ndarray, num_bins: int) -> None:
@@ -345,29 +346,49 @@ def _draw_coverage(ax: Axes, pred: Regression, targets: Tensor, num_bins: int) -
     levels = np.linspace(0, 1, num_bins + 2)[1:-1]
     intervals = [pred.interval(float(level)) for level in levels]
     inside = torch.stack([(targets >= low) & (targets <= high) for low, high in intervals])
-    shares = _as_array(inside[:, ~targets.isnan()]).mean(1)
+    shares = as_array(inside[:, ~targets.isnan()]).mean(1)
     error = float(np.abs(shares - levels).mean())
     ax.plot(levels, shares, marker="o", clip_on=False, label=f"intervals, mean distance {error:.3f}")
     ax.set(xlabel="probability of the interval", ylabel="share of targets inside")
 
 
-def _axes_of(call: str, ax: Any) -> Axes:
-    """The axes that were given, or those of a new figure."""
-    try:
-        import matplotlib.pyplot as plt
-        from matplotlib import axes
-    except ImportError as error:
-        raise ImportError(f'`{call}` needs matplotlib: pip install "laplace_sampling[plots]"') from error
-    if ax is None:
-        return plt.subplots(layout="constrained")[1]
-    _check_kind(f"{call}(ax=...)", ax, axes.Axes, "one `Axes` of matplotlib")
+def plot_evaluation(evaluation: Any, ax: Axes = None) -> Axes:
+    """The scores of an `Evaluation`, a panel for each, with a dot for each predictor and its value beside it.
+
+    An arrow says which way is better.
+
+    Args:
+        evaluation: what `evaluate` returned.
+        ax: axes whose place the panels take; a new figure by default.
+
+    Returns:
+        The axes of the first panel; `ax.figure.axes` are all of them.
+
+    Raises:
+        ImportError, TypeError: without matplotlib; for other objects.
+    """
+    check_kind("plot_evaluation(evaluation)", getattr(evaluation, "table", None), dict, "what `evaluate` returns")
+    table: dict[str, dict[str, float]] = evaluation.table
+    names, colours = list(next(iter(table.values()))), {"network": GREY, "laplace": BLUE}
+    columns = min(4, -(-len(names) // 2))
+    rows = -(-len(names) // columns)
+    ax = axes_of("plot_evaluation", ax, (2.4 * columns, (0.9 + 0.25 * len(table)) * rows))
+    parts = panels(ax, rows, columns)
+    for number, (part, name) in enumerate(zip(parts, names, strict=False)):
+        label, larger = SCORES[name]
+        part.set_title(label + {True: " ↑", False: " ↓", None: ""}[larger], fontsize="small")
+        for place, (predictor, scores) in enumerate(table.items()):
+            value, colour = scores[name], colours.get(predictor, ORANGE)
+            part.plot(value, place, "o", color=colour)
+            if np.isfinite(value):
+                part.annotate(
+                    f"{value:.3g}", (value, place), (6, 0), textcoords="offset points", va="center", fontsize="small"
+                )
+        part.set_yticks(range(len(table)), list(table) if number % columns == 0 else [""] * len(table))
+        part.set_ylim(len(table) - 0.5, -0.5)
+        part.margins(x=0.4)
+        part.tick_params(labelsize="small")
+        part.spines[["top", "right"]].set_visible(False)
+    for part in parts[len(names) :]:
+        part.remove()
     return ax
-
-
-def _check_kind(call: str, value: Any, kind: Any, needed: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"`{call}` needs {needed}, but got a {type(value).__name__}.")
-
-
-def _as_array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().double().numpy()
