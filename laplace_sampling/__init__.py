@@ -25,6 +25,7 @@ from laplace_sampling.likelihoods.heteroscedastic_gaussian import Heteroscedasti
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.linear_model.priors.filterwise import FilterwisePrior
 from laplace_sampling.linear_model.priors.prior import GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.methods.closed_form import Exact, Factored, Subset
 from laplace_sampling.methods.method import Method
@@ -70,6 +71,7 @@ __all__ = [
     "EvidenceCurves",
     "Exact",
     "Factored",
+    "FilterwisePrior",
     "GPrior",
     "Gaussian",
     "HeteroscedasticGaussian",

@@ -21,6 +21,7 @@ from laplace_sampling.data.batches import as_plain
 from laplace_sampling.likelihoods.as_likelihood import likelihood_from_recipe, recipe_of_likelihood
 from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
+from laplace_sampling.networks.filters import FilterNetwork
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
@@ -86,6 +87,7 @@ def posterior_of(
         posterior = Posterior.of_state(state["posterior"], settings.likelihood, settings.method, network.device)
         if posterior.samples.shape[1:] != (network.num_parameters,):
             raise KeyError("samples")
+        _take_filters(posterior, network)
         settings = replace(settings, **{name: saved[name] for name in _PLAIN})
     if lacking is not None:  # a wrong derivative is found at a fit only
         network.take_two_pullbacks(lacking)
@@ -149,6 +151,19 @@ def _check_selection(saved: Any, selection: Any) -> None:
         f"The state is of {len(saved_names)} random parameters, {_first_of(saved_names)}, but this LinearisedLaplace "
         f"has {len(names)}, {which}. Give the same `parameters=`."
     )
+
+
+def _take_filters(posterior: Posterior, network: Linearisation) -> None:
+    """Bring a network into the coordinates of the samples."""
+    blocks = {name: lengthscale for name, (_, lengthscale) in posterior.prior.blocks.items()}
+    own = set(network.layers()[0]) if isinstance(network, FilterNetwork) else set()
+    if blocks and blocks.keys() != own:
+        raise ValueError(
+            f"The state is of a `FilterwisePrior` with the blocks {list(blocks)}: give that prior, with the same "
+            "`blocks`, as `prior=`."
+        )
+    if isinstance(network, FilterNetwork):
+        network.take(blocks)
 
 
 def _first_of(names: list[str]) -> str:

@@ -169,7 +169,8 @@ class _Run(DenseFeatures):
 
     def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
         places = (batch[:, None] * self.num_outputs + torch.arange(self.num_outputs)).flatten()
-        rows = torch.empty(len(places), self.size, dtype=self.dtype, device=self.device)
+        size = sum(self._network.shell.sizes)
+        rows = torch.empty(len(places), size, dtype=self.dtype, device=self.device)
         most = max(1, NUMBERS_TOGETHER // max(1, self.num_observations))
         with _derivatives(self._network):
             for some, into in zip(places.split(most), rows.split(most), strict=True):
@@ -177,7 +178,7 @@ class _Run(DenseFeatures):
                 units = units.to(self.value).reshape(-1, *self.value.shape)
                 pulled = self._network.ways.pull(self.value, list(self._leaves.values()), units, self._largest)
                 self._network.shell.write(pulled, into)
-        return rows.reshape(len(batch), self.num_outputs, -1)
+        return self._network.of_gradients(rows).reshape(len(batch), self.num_outputs, -1)
 
     def deviations(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N *C"]:
         """`∂T/∂w v_k` by as many pullbacks as there are rows, or two for each vector."""

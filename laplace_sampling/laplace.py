@@ -30,6 +30,7 @@ from laplace_sampling.methods.method import Fit, Method, Task
 from laplace_sampling.methods.plan import Plan, of_last_layer
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
+from laplace_sampling.networks.filters import OTHERS
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset, of_some_weights
 from laplace_sampling.networks.solving import solver_call
@@ -42,7 +43,7 @@ from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.model_score import Score
 from laplace_sampling.predictions.novelty import Novelty
 from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction, check_quantities
-from laplace_sampling.preparation import prepare, prepare_with_held_out, restore_fit
+from laplace_sampling.preparation import prepare, prepare_with_held_out, restore_fit, with_filters
 from laplace_sampling.production import module_of, predictions_of
 from laplace_sampling.scored import evidence_score, left_out_score
 from laplace_sampling.settings import Settings
@@ -66,7 +67,8 @@ class LinearisedLaplace:
             outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
             dictionary of these, one for each head of a network that returns a dictionary.
         prior: `"isotropic"`; `"g-prior"`, which does not depend on the scale of weights before a normalisation;
-            `"layerwise"`; or a `Prior`, which also sets where the fit of its precision starts.
+            `"layerwise"`; `"filterwise"`, which correlates the taps of convolutional filters; or a `Prior`, which also
+            sets where the fit of its precision starts.
         parameters: the weights to be uncertain about, by default all trainable ones. `"last_layer"`; names or globs,
             where a leading `"!"` excludes; a function of name and tensor; or masks by name, such as those of
             `largest_variance`.
@@ -215,7 +217,7 @@ class LinearisedLaplace:
         asked = {"criterion": chosen.name, **asdict(chosen), **Data.fields(data)}
         asked |= {"budget": budget, "tolerance": tolerance, "warm_start": warm_start}
         with self._fitting(), Checkpoint(checkpoint, "fit_hyperparameters", asked) as kept:
-            network = self.network.renewed()  # predictions meanwhile are those of the earlier fit
+            network = self._renewed()  # predictions meanwhile are those of the earlier fit
             # All data are read before anything is fitted.
             problem, held_out = prepare_with_held_out(
                 self.settings, network, loader, val_loader, data, budget=budget, progress=progress
@@ -223,8 +225,13 @@ class LinearisedLaplace:
             problem = kept.begin(self.settings, network, problem, held_out, self._earlier(warm_start))
             loss = problem.tangent.log_scale
             problem = replace(problem, tolerance=tolerance, callback=lambda step: record(step.shifted(loss)))
-            task = self._task(problem.by(chosen, held_out), warm_start)
-            fit = task.method.fit(task, task.method.tune(task))
+            problem, filters = with_filters(problem.by(chosen, held_out))
+            task = self._task(problem, warm_start)
+            if filters is None:
+                found = task.method.tune(task)
+            else:
+                found = task.ended(filters.hyperparameters(task.model, task.prior), filters.started)
+            fit = task.method.fit(task, found)
             given_noise = data.noise_variances is not None
             posterior, problems = calibrated_by(held_out, fit, problem.tangent, network, given_noise)
             kept.done(fit)
@@ -252,7 +259,7 @@ class LinearisedLaplace:
         check_positive("`fit(tolerance=...)`", tolerance)
         asked = {**Data.fields(data), "budget": budget, "tolerance": tolerance, "warm_start": warm_start}
         with self._fitting(), Checkpoint(checkpoint, "fit", asked) as kept:
-            network = self.network.renewed()
+            network = self._renewed()
             problem = prepare(self.settings, network, loader, data, budget=budget, progress=progress)
             problem = kept.begin(self.settings, network, problem, earlier=self._earlier(warm_start))
             task = self._task(replace(problem, tolerance=tolerance), warm_start)
@@ -309,6 +316,12 @@ class LinearisedLaplace:
                 self._fitted, batching.max_rows = fitted, max_rows
             if not isinstance(error, StopFit):
                 raise
+
+    def _renewed(self) -> Linearisation:
+        """The network with the weights that it has now, in the coordinates of the prior."""
+        network = self.network.renewed()
+        self.settings.prior.place(network)
+        return network
 
     def _recorded_steps(self, callback: Callable[[Step], object] | None) -> Callable[[Step], None]:
         """A callback that keeps the steps of a run, and calls that of the user."""
@@ -683,7 +696,7 @@ class LinearisedLaplace:
         fitted = self._require("sample")
         check_whole("`sample(num_samples)`", num_samples, 1)
         fit, _ = self._with_data("sample")
-        return fitted.new_samples(fit, self.settings, num_samples)
+        return self.network.to_weights(fitted.new_samples(fit, self.settings, num_samples))
 
     @solver_call
     def log_marginal_likelihood(self, at: str = "mode") -> MarginalLikelihood:
@@ -833,7 +846,8 @@ class LinearisedLaplace:
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
-        return self._drawn("samples_").posterior.samples
+        samples = self._drawn("samples_").posterior.samples
+        return self.network.to_weights(samples)
 
     @property
     def mode_(self) -> Float[Tensor, " P"]:
@@ -848,7 +862,7 @@ class LinearisedLaplace:
             with self.settings.processes.shared_call():
                 fitted.posterior = replace(fitted.posterior, mode=fit.mode.weights.to(self.network.dtype))
         assert fitted.posterior.mode is not None
-        return fitted.posterior.mode
+        return self.network.to_weights(fitted.posterior.mode)
 
     @property
     def posterior_(self) -> Posterior:
@@ -888,6 +902,9 @@ class LinearisedLaplace:
         prior, gamma = fitted.posterior.prior, float(fitted.posterior.effective_dimension.sum())
         alpha = ", ".join(f"{name}: {float(a):.3g}" for name, a in zip(prior.names, prior.precision, strict=True))
         floored = f", {prior.num_floored} weights floored" if prior.num_floored else ""
+        for name, (variance, lengthscale) in prior.blocks.items():
+            length = "" if name == OTHERS else f", lengthscale {lengthscale:.3g}"
+            head += f", {name}: variance {variance / float(prior.precision):.3g}{length}"
         temperature = fitted.posterior.calibration.temperature
         divided = "" if temperature == 1 else f", temperature_={temperature:.3g}"
         return head + f", prior_precision_={{{alpha}}}, effective_dimension_={gamma:.1f}{divided}{floored})"

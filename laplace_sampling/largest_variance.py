@@ -10,6 +10,7 @@ from laplace_sampling.arguments import check_whole
 from laplace_sampling.data.training_data import Data
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.networks.filters import FilterNetwork
 
 _NO_DATA = Data()
 
@@ -64,6 +65,11 @@ def largest_variance(
         raise ValueError(
             f"`largest_variance(k={k})`: there are {la.network.num_parameters} weights to choose from; give a k from 1 "
             "to that."
+        )
+    if isinstance(la.network, FilterNetwork):
+        raise ValueError(
+            "`largest_variance` compares weights that are independent in the prior: leave out "
+            '`prior="filterwise"`, or take "isotropic".'
         )
     posterior = la.fit(loader, data=data, progress=False).posterior_
     curvature, prior = posterior.curvature, posterior.prior

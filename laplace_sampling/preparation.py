@@ -10,13 +10,17 @@ from torch import Tensor
 from laplace_sampling.arguments import check_flag, check_positive
 from laplace_sampling.data.batches import split
 from laplace_sampling.data.training_data import Data
+from laplace_sampling.hyperparameters.filters import MOST_ROWS, FoundFilters, find_filters
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, measure, rows_in_memory
 from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.linear_model.held_out import HeldOut, check_calibration
 from laplace_sampling.linear_model.linear_model import TangentModel, tangent_model_of
+from laplace_sampling.linear_model.priors.filterwise import FilterwisePrior
 from laplace_sampling.methods.method import Fit
-from laplace_sampling.methods.problem import Budget, Problem
+from laplace_sampling.methods.problem import Budget, Problem, holds_rows
+from laplace_sampling.networks.filters import FilterNetwork
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.memory import free_memory
 from laplace_sampling.posterior import Posterior
@@ -182,6 +186,35 @@ def _within_memory(settings: Settings, network: Linearisation, tangent: TangentM
         return tangent
     network.batching.max_rows = rows
     return replace(tangent, model=replace(tangent.model, features=features.in_chunks(rows)))
+
+
+def with_filters(problem: Problem) -> tuple[Problem, FoundFilters | None]:
+    """The problem with lengthscales and variances of filters by the evidence, where a prior has these and it is known.
+
+    Raises:
+        ValueError: if it is not known, but a penalty of the total variation is asked for.
+    """
+    prior, tangent, likelihood = problem.family, problem.tangent, problem.tangent.model.likelihood
+    if not isinstance(prior, FilterwisePrior):
+        return problem, None
+    assert isinstance(tangent.network, FilterNetwork)
+    memory, num = problem.memory_of(None), problem.num_observations
+    matrices = sum(len(of.squared_distances().unique()) for of in tangent.network.filters)
+    held = 8 * matrices * num**2 <= memory.bytes and holds_rows(problem.features, memory)
+    one_noise = isinstance(likelihood, Gaussian) and not (likelihood.learn and likelihood.noise_precisions().dim())
+    if not (problem.selection is None and one_noise and num <= MOST_ROWS and held):
+        if prior.total_variation is None:
+            return problem, None
+        raise ValueError(
+            "`FilterwisePrior(total_variation=...)` is added to the evidence of a regression with one noise precision "
+            f"and at most {MOST_ROWS:,} observations whose rows memory holds, and there are {num:,}. Leave it out, and "
+            "give `lengthscales`."
+        )
+    tangent.network.take({})  # the filters are those of the network itself
+    bounds = problem.criterion.precision_bounds, problem.criterion.noise_bounds
+    found = find_filters(tangent, prior, *bounds)
+    found.prior.place(tangent.network)
+    return replace(problem, family=found.prior), found
 
 
 def restore_fit(

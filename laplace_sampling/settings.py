@@ -79,7 +79,7 @@ class Settings:
 
     def linearise(self, model: nn.Module) -> Linearisation:
         """The network with these random weights."""
-        return linearise(model, self.parameters, autocast=self.method.autocast)
+        return self.prior.linearised(linearise(model, self.parameters, autocast=self.method.autocast))
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

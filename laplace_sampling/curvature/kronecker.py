@@ -33,6 +33,7 @@ from laplace_sampling.curvature.low_rank import LowRank
 from laplace_sampling.linear_model.draws import SeededNoise
 from laplace_sampling.linear_model.features import Features, NetworkFeatures
 from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.networks.filters import FilterNetwork
 from laplace_sampling.networks.layers import Layer, LayerRun, Pair, layers_of
 from laplace_sampling.networks.random_weights import Subnetwork
 from laplace_sampling.solvers.dense import DenseCurvature
@@ -340,7 +341,7 @@ class Factors:
 
 def has_factors(features: Features) -> bool:
     """Whether there are Kronecker factors: of whole weights of a network, and data of equal noise."""
-    return isinstance(features, NetworkFeatures) and not isinstance(features.network, Subnetwork)
+    return isinstance(features, NetworkFeatures) and not isinstance(features.network, Subnetwork | FilterNetwork)
 
 
 def kronecker_factors(ggn: GGN, noise: SeededNoise, data: Tensor | None = None) -> Factors:
@@ -357,7 +358,8 @@ def kronecker_factors(ggn: GGN, noise: SeededNoise, data: Tensor | None = None) 
     if not has_factors(ggn.features):
         raise ValueError(
             'method="kfac" is for whole weights of a network and data of equal noise: leave out `noise_variances` (or '
-            '`weights` of a regression), `observe` and masks of `parameters=`, or use method="diagonal".'
+            '`weights` of a regression), `observe`, masks of `parameters=` and prior="filterwise", or use '
+            'method="diagonal".'
         )
     layers, rest = _layers(ggn, noise)
     return Factors(layers, *_sums(ggn, noise, data, layers, [partial_traces for _ in layers], rest))

@@ -22,6 +22,7 @@ from laplace_sampling.methods.expected import columns, expected, in_words
 from laplace_sampling.methods.method import Choice, Method, Task, basis_that_fits
 from laplace_sampling.methods.problem import Problem, counted_in, exact_operations, space_of
 from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
+from laplace_sampling.networks.filters import FilterNetwork
 from laplace_sampling.networks.last_layer import LastLayer, LinearLayer
 from laplace_sampling.networks.random_weights import of_some_weights
 from laplace_sampling.solvers.solver import Solver
@@ -240,7 +241,8 @@ def of_last_layer(problem: Problem) -> Problem | None:
     """Returns the problem of the last layer alone; `None` where that has no closed form of its own."""
     tangent, cost = problem.tangent, problem.cost
     assert cost is not None
-    if head_of(problem.features) is not None or of_some_weights(tangent.network) or problem.measured:
+    whole = not (of_some_weights(tangent.network) or isinstance(tangent.network, FilterNetwork))
+    if head_of(problem.features) is not None or not whole or problem.measured:
         return None
     try:
         with warnings.catch_warnings():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import num_bytes, num_rows, place, storable, take
 from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.networks.filters import FilterNetwork
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.products import difference, rounding
 from laplace_sampling.networks.solving import solving
@@ -47,6 +48,8 @@ def check_consistency(network: Linearisation, x: Any) -> None:
         ValueError: if either is not so, or if the network fails on so few data but not on all. What else it raises is
             raised as it is.
     """
+    # Gradients of the module are in its own coordinates.
+    network = network.whole if isinstance(network, FilterNetwork) else network
     pair, counts = take(x, slice(0, 2)), dict(network.products)
     try:
         with _missing_derivatives_raise(network):

@@ -312,6 +312,14 @@ class Linearisation:
         """Views of `[..., P]` in the shapes of the parameters, by name."""
         return self.shell.unflatten(v)
 
+    def to_weights(self, v: Float[Tensor, "*K P"]) -> Float[Tensor, "*K P"]:
+        """The weights of vectors in the coordinates of products, which are others in a `FilterNetwork`."""
+        return v
+
+    def of_gradients(self, v: Float[Tensor, "*K Q"]) -> Float[Tensor, "*K P"]:
+        """Gradients in all elements of the parameters as gradients in the coordinates of products."""
+        return v
+
     def fingerprint(self) -> Tensor:
         """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
         return self.shell.fingerprint()

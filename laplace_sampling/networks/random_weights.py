@@ -75,6 +75,10 @@ class Subnetwork(Linearisation):
         """The vectors of all elements of the parameters, zero where these are not random."""
         return v.new_zeros(*v.shape[:-1], self.whole.num_parameters).index_copy(-1, self.index.to(v.device), v)
 
+    def of_gradients(self, v: Float[Tensor, "*K Q"]) -> Float[Tensor, "*K P"]:
+        """Gradients in the random elements alone."""
+        return v[..., self.index]
+
     def unflatten(self, v: Tensor) -> dict[str, Tensor]:
         """`[..., P]` in the shapes of the parameters, by name; zero in the elements that are not random."""
         return self.whole.unflatten(self.embed(v))

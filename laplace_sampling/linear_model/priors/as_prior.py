@@ -4,10 +4,12 @@ from dataclasses import asdict
 from typing import Any
 
 from laplace_sampling.arguments import refuse_class
+from laplace_sampling.linear_model.priors.filterwise import FilterwisePrior
 from laplace_sampling.linear_model.priors.prior import GPrior, IsotropicPrior, LayerwisePrior, Prior
 
 # A new prior is a line here: users can then give its name, and saved files can hold it.
 PRIORS: dict[str, type[Prior]] = {
+    "filterwise": FilterwisePrior,
     "g-prior": GPrior,
     "isotropic": IsotropicPrior,
     "layerwise": LayerwisePrior,
@@ -15,7 +17,7 @@ PRIORS: dict[str, type[Prior]] = {
 
 
 def as_prior(prior: str | Prior) -> Prior:
-    """The prior of a name: `"g-prior"`, `"isotropic"` or `"layerwise"`; a `Prior` is returned as it is."""
+    """The prior of a name, as `"g-prior"` or `"isotropic"`; a `Prior` is returned as it is."""
     if isinstance(prior, Prior):
         return prior
     refuse_class("prior", prior)

@@ -17,6 +17,7 @@ from torch import Tensor
 from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.linear_model.draws import SeededNoise
 from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.recorded import recorded
 
 # Names of layers, and the number of the layer of each weight.
@@ -33,6 +34,7 @@ class GaussianPrior:
         scale: `s`, `[P]`; ones except for the g-prior.
         names: names of the groups.
         num_floored: number of weights with so little curvature that the g-prior's scale was bounded.
+        blocks: of a filter-wise prior the variance at `α = 1` and the lengthscale of each block.
     """
 
     precision: Float[Tensor, " G"]
@@ -40,6 +42,7 @@ class GaussianPrior:
     scale: Float[Tensor, " P"]
     names: tuple[str, ...]
     num_floored: int = 0
+    blocks: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def key(self) -> tuple[Tensor, Tensor]:
         """Tells a recorder calls with this prior from those with others (`solvers.recorded`)."""
@@ -118,6 +121,13 @@ class Prior(ABC):
 
     def __post_init__(self) -> None:
         check_positive(f"`{type(self).__name__}(precision=...)`", self.precision)
+
+    def linearised(self, network: Linearisation) -> Linearisation:
+        """The network, in coordinates of the prior if it has some."""
+        return network
+
+    def place(self, network: Linearisation) -> None:  # noqa: B027
+        """Bring a network that is `linearised` into the coordinates in which `build` describes the prior."""
 
     @abstractmethod
     def build(self, ggn: GGN, layers: Layers, noise: SeededNoise) -> GaussianPrior:
