@@ -12,7 +12,6 @@ NEEDS = {
     "docs/training_scripts.md": ("accelerate", "lightning", "sklearn", "torchmetrics", "transformers"),
     "docs/production.md": ("onnx", "onnxruntime", "onnxscript"),
     "docs/from_laplace_torch.md": ("laplace",),
-    "docs/plots.md": ("matplotlib",),
     "laplace_sampling/gp/botorch.py": ("botorch",),
     "laplace_sampling/integrations/accelerate.py": ("accelerate",),
     "laplace_sampling/integrations/laplace_torch.py": ("laplace",),
@@ -22,8 +21,8 @@ NEEDS = {
     "laplace_sampling/integrations/whole_weights.py": ("accelerate",),
     "laplace_sampling/kernels/botorch.py": ("botorch",),
 }
-# All of them but the pictures are of the tier `slow`, and not even imported by others.
-SLOW = {ROOT / name for name in NEEDS} - {ROOT / "docs/plots.md"}
+# They are of the tier `slow`, and not even imported by others.
+SLOW = {ROOT / name for name in NEEDS}
 
 
 @cache

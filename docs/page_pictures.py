@@ -1,6 +1,5 @@
 """Pictures of a page of the documentation, drawn by the code on it, so that they are those of the code as it is now."""
 
-import doctest
 import io
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 __all__ = ["pictures_of"]
@@ -19,14 +19,16 @@ _DPI = 110
 def pictures_of(page: Path) -> dict[str, bytes]:
     """The pictures that a page shows from `images/plots/`, as PNG, by their paths.
 
-    Each is named for the variable that the examples of the page leave its `Axes` or `Figure` in.
+    Each is named for the variable that the blocks of code of the page, run in order, leave its `Axes` or `Figure` in.
     """
     text = page.read_text()
     names: dict[str, object] = {}
-    for example in doctest.DocTestParser().get_examples(text, str(page)):
-        exec(compile(example.source, str(page), "exec"), names)
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        exec(compile(block, str(page), "exec"), names)
     shown = re.findall(r"\((images/plots/(\w+)\.png)\)", text)
-    return {path: _png(names[name]) for path, name in shown}
+    pictures = {path: _png(names[name]) for path, name in shown}
+    plt.close("all")
+    return pictures
 
 
 def _png(drawn: Any) -> bytes:

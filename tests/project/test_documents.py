@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,12 +32,29 @@ def test_documentation_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def _run_code_of(name: str) -> dict[str, Any]:
+    """The names that are there after the blocks of code of a page, run in order."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(block, name, "exec"), names)
+    assert names, f"{name} has no code"
+    return names
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
 def test_code_of_the_first_pages_runs_as_it_stands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
-        exec(block, names)
+    _run_code_of(name)
     assert "torch.Size([64, 3, 2])" in capsys.readouterr().out
+
+
+def test_code_of_plots_draws_the_pictures_of_the_page() -> None:
+    plt = pytest.importorskip("matplotlib.pyplot", reason="the extra `plots` is not installed")
+    plt.switch_backend("Agg")
+    names = _run_code_of("docs/plots.md")
+    shown = re.findall(r"\(images/plots/(\w+)\.png\)", (ROOT / "docs/plots.md").read_text())
+    plt.close("all")
+    assert shown
+    assert all(hasattr(names[name], "figure") for name in shown)
 
 
 def test_documents_name_commands_that_exist() -> None:
