@@ -28,6 +28,7 @@ MODULES = {
     "GPyTorch": "gp/tangent_kernel.py",
     "BoTorch": "gp/botorch.py",
     "Kernels at scale": "kernels/conditioned.py",
+    "Kernels at scale: hyperparameters": "kernels/tuning.py",
     "Kernels at scale: BoTorch": "kernels/botorch.py",
     "Kernels at scale: samples as functions": "kernels/paths.py",
     "Tanimoto kernel": "kernels/tanimoto.py",

@@ -6,32 +6,30 @@ r"""Posteriors of Gaussian processes with any kernel, as functions, on data that
 (`prior_draws`); what the data say goes through the kernel itself.
 """
 
-import copy
 import math
 import warnings
-from typing import Any, Self, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.arguments import as_numbers, check_positive, check_whole, refuse_class
+from laplace_sampling.arguments import as_numbers, check_positive, check_whole
 from laplace_sampling.gp.linear_operators import gpytorch
+from laplace_sampling.kernels.inducing import inducing_weights
 from laplace_sampling.kernels.kernel_rows import KernelRows, kernel_matrix
 from laplace_sampling.kernels.paths import KernelPaths
+from laplace_sampling.kernels.prior import Prior, variances
 from laplace_sampling.kernels.prior_draws import PriorDraws
-from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER, normal
 from laplace_sampling.solvers.row_blocks import SOLVERS, RowSolver
 from laplace_sampling.solvers.solver import ConvergenceWarning, Quadratic, Solution
-
-_LIKELIHOODS = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
 
 
 def condition(
     model: gpytorch.models.ExactGP,
     num_samples: int = 64,
     *,
+    inducing: Float[Tensor, "m D"] | int | None = None,
     solver: str = "auto",
     tolerance: float = 0.01,
     max_passes: int = 100,
@@ -68,6 +66,10 @@ def condition(
         num_samples: `K`. Means have no noise of samples; variances have a relative standard error of `√(2/K)`, and of
             up to three times that where data with a noise of 1e-4 of the signal leave little of it: what is left then
             lies in rare frequencies, and eight draws share 2,000 random ones.
+        inducing: `m` points, or how many of the data shall be points, at random. Mean and samples are then those
+            combinations of the kernel at these points that fit all data best, in one pass over them and without a
+            solver: `2Nm²` operations, and memory for `3m²` numbers. Prior draws stay whole, so that away from the
+            points variances are those of the prior.
         solver: `"exact"` is a Cholesky factor. `"cg"` takes conjugate gradients with a preconditioner of some rows of
             the matrix, `"projections"` the equations of one block of data at a time, and `"dual_descent"` those of a
             few data; none has a step size to tune. `"auto"` takes the factor where it fits in memory and costs less
@@ -78,7 +80,8 @@ def condition(
 
     Raises:
         TypeError: if the model is no `ExactGP`, or its likelihood is not Gaussian.
-        ValueError: if it is in training mode, has no data, several outputs or a batch shape.
+        ValueError: if it is in training mode, has no data, several outputs or a batch shape; for inducing points
+            together with a solver.
         NotImplementedError: for kernels whose prior cannot be drawn as a function; for outcome transforms other than
             `Standardize`.
     """
@@ -88,29 +91,51 @@ def condition(
     check_whole("`condition(seed=...)`", seed, 0)
     if solver not in SOLVERS:
         raise ValueError(f"`condition(solver={solver!r:.80})` is not known; use one of {sorted(SOLVERS)}.")
-    prior = _Prior(model)
+    if inducing is not None and solver != "auto":
+        raise ValueError(f"`condition(inducing=...)` takes no solver, but got {solver!r}: leave one of both out.")
+    prior = Prior(model)
+    points = None if inducing is None else _points(prior, inducing, seed)
     settings = SOLVERS[solver](tolerance, max_passes, seed)
     draws = PriorDraws(prior.kernel, prior.x.shape[1], num_samples, seed)
-    posterior = KernelPosterior(prior, draws, solver, settings)
+    posterior = KernelPosterior(prior, draws, solver if points is None else "inducing", settings, points)
     noise = normal(num_samples, len(prior.x), seed=seed + 1, dtype=torch.float64, device=prior.x.device)
     posterior._solve(posterior._right_hand_sides(prior.x, prior.y, prior.noise, noise), None)
     return posterior
+
+
+def _points(prior: Prior, inducing: Tensor | int, seed: int) -> Tensor:
+    """Features of the inducing points."""
+    if not isinstance(inducing, Tensor):
+        check_whole("`condition(inducing=...)`, if it is no tensor,", inducing, 1)
+        order = torch.randperm(len(prior.x), generator=torch.Generator().manual_seed(seed))
+        return prior.x[order[:inducing]]
+    with torch.no_grad():
+        points = prior.at(inducing)[1]
+    if not len(points) or not bool(points.isfinite().all()):
+        raise ValueError("`condition(inducing=...)` needs at least one point, and no NaN or infinity in them.")
+    return points
 
 
 class KernelPosterior:
     """What `condition` returns: functions of inputs `[N, D]`, differentiable in them, in the units of the targets.
 
     Attributes:
-        error: the largest error of the mean and the samples at the data, relative to their norm: a bound.
+        error: the largest error of the mean and the samples at the data, relative to their norm: a bound. It is 0 with
+            inducing points: how far these are from all data it does not tell.
         passes: products of the kernel matrix with all columns that the solver took.
-        solver: its name.
+        solver: its name, or `"inducing"`.
     """
 
     error: float
     passes: float
 
-    def __init__(self, prior: "_Prior", draws: PriorDraws, solver: str, settings: RowSolver) -> None:
+    def __init__(
+        self, prior: Prior, draws: PriorDraws, solver: str, settings: RowSolver, inducing: Tensor | None = None
+    ) -> None:
         self.solver, self._prior, self._draws, self._settings = solver, prior, draws, settings
+        self._inducing = inducing
+        # Whose kernel functions the weights are of.
+        self._centres = prior.x if inducing is None else inducing
 
     def mean(self, x: Float[Tensor, "N D"]) -> Float[Tensor, " N"]:
         """The posterior mean."""
@@ -171,7 +196,7 @@ class KernelPosterior:
         mean, deviations = self.parts(x)
         if noise is None:
             noise = self.noise_of_new()
-        variance = deviations.square().mean(0) + _variances(noise, len(mean)).to(mean)
+        variance = deviations.square().mean(0) + variances(noise, len(mean)).to(mean)
         y = as_numbers("`y`", y).to(mean).reshape(-1)
         if len(y) != len(mean):
             raise ValueError(f"`log_prob` needs a target for each input, but got {len(mean)} and {len(y)}.")
@@ -192,13 +217,13 @@ class KernelPosterior:
         """
         old = self._prior
         prior = old.extended(X_new.detach(), Y_new, noise)
-        other = KernelPosterior(prior, self._draws, self.solver, self._settings)
+        other = KernelPosterior(prior, self._draws, self.solver, self._settings, self._inducing)
         n = len(old.x)
         # A seed that no earlier call has had.
         seed, count = self._settings.seed + 1 + n, len(self._targets) - 1
         white = normal(count, len(prior.x) - n, seed=seed, dtype=torch.float64, device=prior.x.device)
         new = other._right_hand_sides(prior.x[n:], prior.y[n:], prior.noise[n:], white)
-        warm = torch.cat([self._weights, torch.zeros_like(new)], dim=1)
+        warm = torch.cat([self._weights, torch.zeros_like(new)], dim=1) if self._inducing is None else None
         other._solve(torch.cat([self._targets, new], dim=1), warm)
         return other
 
@@ -214,10 +239,15 @@ class KernelPosterior:
             raise FloatingPointError(
                 "`condition` found NaN or infinity: check the inputs and hyperparameters of the model."
             )
+        self._targets = targets
+        if self._inducing is not None:
+            self._weights = inducing_weights(prior.kernel, self._inducing, prior.x, prior.noise, targets)
+            self.error, self.passes = 0.0, 1.0
+            return
         rows = KernelRows(prior.kernel, prior.x, float(prior.noise.min()))
         problem = Quadratic(rows, prior.noise, torch.zeros_like(targets), targets, dual=True)
         solution: Solution = self._settings.solve(problem, warm, description=f"condition, {self.solver}")
-        self._targets, self._weights = targets, solution.value
+        self._weights = solution.value
         self.error, self.passes = float(solution.error.max()), solution.passes / len(targets)
         if self.error > self._settings.tolerance:
             warnings.warn(
@@ -234,8 +264,8 @@ class KernelPosterior:
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
             means, features = prior.at(x)
             parts = []
-            for part in features.split(max(1, NUMBERS_TOGETHER // len(prior.x))):
-                updates = self._weights @ kernel_matrix(prior.kernel, part, prior.x).mT
+            for part in features.split(max(1, NUMBERS_TOGETHER // len(self._centres))):
+                updates = self._weights @ kernel_matrix(prior.kernel, part, self._centres).mT
                 draws = self._draws(part)
                 parts.append(torch.cat([updates[:1], draws - updates[1:]]))
             values = torch.cat(parts, dim=1)
@@ -254,9 +284,9 @@ class KernelPosterior:
             weights = self._weights[0] - self._weights[1:]
             draws = [self._draws(some, only) for only, some in zip(numbers, features.split(x.shape[1]), strict=True)]
             values, owners = means + torch.cat(draws, dim=1)[0], chosen.repeat_interleave(x.shape[1])
-            together = max(1, NUMBERS_TOGETHER // len(prior.x))
+            together = max(1, NUMBERS_TOGETHER // len(self._centres))
             updates = [
-                (kernel_matrix(prior.kernel, part, prior.x) * weights[own.to(weights.device)]).sum(1)
+                (kernel_matrix(prior.kernel, part, self._centres) * weights[own.to(weights.device)]).sum(1)
                 for part, own in zip(features.split(together), owners.split(together), strict=True)
             ]
             values = prior.shift + prior.scale * (values + torch.cat(updates))
@@ -267,130 +297,3 @@ class KernelPosterior:
             f"KernelPosterior({len(self._prior.x)} data, {len(self._targets) - 1} samples, solver={self.solver!r}, "
             f"error={self.error:.2g}, passes={self.passes:.0f})"
         )
-
-
-class _Prior:
-    """A private copy in float64 of a fitted model, and its data as its kernel takes them.
-
-    Attributes:
-        kernel: of the features that `forward` gives it.
-        x, y, noise: features of the data, `y − m(X)`, and noise variances.
-        shift, scale: of the targets, that BoTorch has standardised.
-    """
-
-    def __init__(self, model: Any) -> None:
-        _check(model)
-        # Without what is cached, which has the size of the data squared; networks are private copies already.
-        kept: dict[int, Any] = {id(model.prediction_strategy): None}
-        for module in model.modules():
-            if isinstance(getattr(module, "network", None), Linearisation):
-                kept |= {id(module.network): module.network, id(getattr(module, "_cached", None)): None}
-        self._model = copy.deepcopy(model, kept).double().requires_grad_(False)
-        self.shift, self.scale = _standardisation(model)
-        (x,) = cast(tuple[Tensor], self._model.train_inputs)
-        with torch.no_grad():
-            mean, kernel, self.x = self._forward(x.double())
-            if kernel.active_dims is not None:  # the features have these columns only
-                kernel = copy.deepcopy(kernel)
-                cast(Any, kernel).active_dims = None
-            self.kernel = kernel
-            self.y = self._model.train_targets.double() - mean
-            self._fixed = isinstance(model.likelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
-            self.noise = self._model.likelihood.noise.double().expand(len(self.x)).clone()
-
-    def _forward(self, x: Tensor) -> tuple[Tensor, gpytorch.kernels.Kernel, Tensor]:
-        """The prior mean, the kernel, and the inputs that it takes."""
-        with gpytorch.settings.lazily_evaluate_kernels(True):
-            prior = self._model.forward(x)
-        covariance: Any = prior.lazy_covariance_matrix
-        if not isinstance(covariance, gpytorch.lazy.LazyEvaluatedKernelTensor):
-            raise TypeError(
-                f"`condition` needs a model whose `forward` calls one kernel, but its covariance is a "
-                f"{type(covariance).__name__}: add or multiply kernels, as in `k1 + k2`, and not matrices."
-            )
-        return prior.mean, covariance.kernel, covariance.x1
-
-    def at(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The prior mean and the features of new inputs."""
-        (data,) = cast(tuple[Tensor], self._model.train_inputs)
-        if x.dim() == 1 and data.shape[1] == 1:  # as GPyTorch takes them
-            x = x[:, None]
-        if x.dim() != 2:
-            raise ValueError(f"Inputs must have shape [N, D], but have {list(x.shape)}.")
-        x = x.to(self.x.device, torch.float64)
-        transform = getattr(self._model, "transform_inputs", None)
-        mean, _, features = self._forward(x if transform is None else transform(x))
-        return mean, features
-
-    def noise_of_new(self) -> Tensor:
-        if self._fixed:
-            raise ValueError("The model has a fixed noise for each datum, so that those of new data have to be given.")
-        return self.noise[0]
-
-    def extended(self, x: Tensor, y: Tensor, noise: Tensor | None) -> Self:
-        """Returns the prior of these data and new ones together."""
-        y = as_numbers("`Y_new`", y).to(self.y).reshape(-1)
-        if len(y) != len(x) or not bool(y.isfinite().all()):
-            raise ValueError(f"`extended` needs a finite target for each input, but got {len(x)} and {len(y)}.")
-        means, features = self.at(x)
-        other = copy.copy(self)
-        other.x, other.y = torch.cat([self.x, features]), torch.cat([self.y, (y - self.shift) / self.scale - means])
-        new = self.noise_of_new() if noise is None else _variances(noise, len(x)).to(self.y) / self.scale**2
-        other.noise = torch.cat([self.noise, new.expand(len(x))])
-        return other
-
-
-def _variances(noise: Any, count: int) -> Tensor:
-    """Variances of the noise of new data, one for each or for all."""
-    found = as_numbers("`noise`", noise).reshape(-1)
-    if len(found) not in (1, count) or not bool((found > 0).all()):
-        raise ValueError(
-            f"`noise` needs positive variances, for all or each of the {count} data, but is {noise!r:.60}."
-        )
-    return found
-
-
-def _check(model: Any) -> None:
-    """Raise if a model has no posterior here, and say what to do."""
-    refuse_class("model", model)
-    if not isinstance(model, gpytorch.models.ExactGP):
-        raise TypeError(
-            f"`condition` takes a gpytorch.models.ExactGP, such as SingleTaskGP, but got a {type(model).__name__}. "
-            "Of a list of models condition each."
-        )
-    x: Any = model.train_inputs
-    if model.training:
-        raise ValueError("`condition` takes a fitted model, but this one is in training mode: call `model.eval()`.")
-    if x is None or model.train_targets is None:
-        raise ValueError("`condition` needs a model with its data: call `model.set_train_data(x, y, strict=False)`.")
-    if type(model.likelihood) not in _LIKELIHOODS:
-        raise TypeError(
-            f"`condition` takes Gaussian noise, of a GaussianLikelihood or a FixedNoiseGaussianLikelihood, but the "
-            f"model has a {type(model.likelihood).__name__}. For a classification use `LinearisedLaplace`."
-        )
-    if len(x) != 1:
-        raise ValueError(
-            f"`condition` takes models of one tensor of inputs, but this one has {len(x)}: join "
-            "them as columns, and choose columns by `active_dims` of the kernels."
-        )
-    y: Any = model.train_targets
-    if y.dim() != 1 or x[0].dim() != 2:
-        raise ValueError(
-            f"`condition` takes one output and no batch shape, but the model has targets of shape "
-            f"{list(y.shape)}: condition a model for each output."
-        )
-    if not bool(y.isfinite().all()):
-        raise ValueError("The targets of the model contain NaN or infinity: leave these data out.")
-
-
-def _standardisation(model: Any) -> tuple[float, float]:
-    """`a` and `b` with which the targets are `a + b` times those of the model."""
-    transform = getattr(model, "outcome_transform", None)
-    if transform is None:
-        return 0.0, 1.0
-    if type(transform).__name__ != "Standardize":
-        raise NotImplementedError(
-            f"`condition` takes back a Standardize of BoTorch only, and not a {type(transform).__name__}: give the "
-            "model transformed targets."
-        )
-    return float(transform.means), float(transform.stdvs)

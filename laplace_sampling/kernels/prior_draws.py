@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, cast
 
+import scipy.special
+import scipy.stats
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -78,21 +80,28 @@ class PriorDraws:
         num_columns: `D` of the inputs.
         num_draws: `K`.
         seed: of the draws.
-        num_features: `M`: the kernel of eight draws, which share their frequencies, has an error of about `1/√M` where
-            it is not exact. All draws share the random signs.
+        num_features: `M`: the kernel of the draws that share their frequencies has an error of about `1/√M` where it is
+            not exact. All draws share the random signs.
+        sharing: how many draws share them.
 
     Raises:
         NotImplementedError: for other kernels.
     """
 
     def __init__(
-        self, kernel: kernels.Kernel, num_columns: int, num_draws: int, seed: int, num_features: int = 2000
+        self,
+        kernel: kernels.Kernel,
+        num_columns: int,
+        num_draws: int,
+        seed: int,
+        num_features: int = 2000,
+        sharing: int = _SHARING,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            columns, num_groups = torch.arange(num_columns), -(-num_draws // _SHARING)
+            columns, num_groups = torch.arange(num_columns), -(-num_draws // sharing)
             terms = Expansion(num_columns, num_features, generator, num_groups).of(kernel, columns)
-            self._parts = [_draw(term, num_columns, num_draws, generator) for term in terms]
+            self._parts = [_draw(term, num_columns, num_draws, num_groups, generator) for term in terms]
 
     def __call__(self, x: Float[Tensor, "N D"], only: int | None = None) -> Float[Tensor, "K N"]:
         """The functions at some inputs, or one of them, `[1, N]`; differentiable in the inputs."""
@@ -199,6 +208,18 @@ def _gamma(shape: float, rate: float, count: int, generator: torch.Generator) ->
     return torch._standard_gamma(alpha, generator=generator) / rate  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _quantiles(
+    inverse: Callable[..., Any], parameter: Any, count: int, width: int, generator: torch.Generator
+) -> Float[Tensor, "count width"]:
+    """Draws that follow the parameter, and leave those of other kernels as they are: by the inverse of their CDF."""
+    uniform = torch.rand(count, width, generator=generator, dtype=torch.float64)
+    return torch.as_tensor(inverse(parameter, uniform.numpy()), dtype=torch.float64)
+
+
+def _poisson(rate: Any, uniform: Any) -> Any:
+    return scipy.stats.poisson.ppf(uniform, rate)
+
+
 def _lengthscale(kernel: Any) -> Tensor:
     return kernel.lengthscale.detach().double().cpu()[0]
 
@@ -215,14 +236,15 @@ def _matern(kernel: Any, count: int, width: int, generator: torch.Generator) -> 
 
 def _rational_quadratic(kernel: Any, count: int, width: int, generator: torch.Generator) -> Tensor:
     alpha = float(kernel.alpha)
-    return _rbf(kernel, count, width, generator) * _gamma(alpha, alpha, count, generator).sqrt()
+    gamma = _quantiles(scipy.special.gammaincinv, alpha, count, 1, generator) / alpha
+    return _rbf(kernel, count, width, generator) * gamma.sqrt()
 
 
 def _periodic(kernel: Any, count: int, width: int, generator: torch.Generator) -> Tensor:
     # `exp(κ(cos θ − 1)) = Σ_j e^{-κ} I_j(κ) cos jθ`: the weights are those of a difference of two Poisson numbers.
-    rate = (0.5 / _lengthscale(kernel)).expand(count, width)
-    order = torch.poisson(rate, generator=generator) - torch.poisson(rate, generator=generator)
-    return order * 2 * math.pi / kernel.period_length.detach().double().cpu()[0]
+    rate = (0.5 / _lengthscale(kernel)).expand(width).numpy()
+    first, second = (_quantiles(_poisson, rate, count, width, generator) for _ in range(2))
+    return (first - second) * 2 * math.pi / kernel.period_length.detach().double().cpu()[0]
 
 
 SPECTRAL: dict[Any, Callable[[Any, int, int, torch.Generator], Tensor]] = {
@@ -267,7 +289,7 @@ def _hashes(columns: Tensor, count: int, generator: torch.Generator) -> Features
 # Draws ----------------------------------------------------------------------------------------------------------------
 
 
-def _draw(term: Term, num_columns: int, num_draws: int, generator: torch.Generator) -> Functions:
+def _draw(term: Term, num_columns: int, num_draws: int, num_groups: int, generator: torch.Generator) -> Functions:
     """`K` functions of a term, `[K, n]`, or one of them."""
     root = math.sqrt(term.variance)
     if term.tangent is not None:
@@ -288,7 +310,7 @@ def _draw(term: Term, num_columns: int, num_draws: int, generator: torch.Generat
     groups: tuple[Tensor | None, ...] = (None,)
     count, halves = term.signs[0](zero).shape[1] if term.signs else 1, 1
     if term.frequencies is not None:
-        groups, halves = term.frequencies.chunk(-(-num_draws // _SHARING)), 2
+        groups, halves = term.frequencies.chunk(num_groups), 2
         count = len(cast(Tensor, groups[0]))
     white = _normal(halves * count, width, num_draws, generator=generator) * (root / math.sqrt(count))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from laplace_sampling import Evidence, LinearisedLaplace
 from laplace_sampling.gp.tangent_kernel import TangentGP
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
-from laplace_sampling.kernels import condition
+from laplace_sampling.kernels import condition, tune
 
 
 def same_on_both(function: Callable[[nn.Module], dict[str, Tensor]], model: nn.Module) -> None:
@@ -69,6 +69,17 @@ def test_a_posterior_of_any_kernel(solver: str) -> None:
         return {name: value.detach() for name, value in found.items()}
 
     same_on_both(posterior, gp)
+
+
+@pytest.mark.parametrize("method", ["exact", "pathwise"])
+def test_hyperparameters_of_a_process(method: str) -> None:
+    gp = model(KERNELS["network and rest"](), n=30, noise=0.3)
+
+    def tuned(gp: nn.Module) -> dict[str, Tensor]:
+        found = tune(cast(Any, gp), 2, method=method, max_passes=12, tolerance=0.5)
+        return {"gain": torch.tensor(found.gain), **gp.state_dict()}
+
+    same_on_both(tuned, gp)
 
 
 def test_fits_within_a_training() -> None:
