@@ -51,6 +51,13 @@ def test_gpu_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row[0] for row in rows(capsys.readouterr().out)} == {"fits", "products", "nccl"}
 
 
+def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("benchmarks.kernels").main(["--quick"])
+    errors = {row[1]: float(row[2]) for row in rows(capsys.readouterr().out) if row[2]}
+    assert len(errors) == 4
+    assert errors["condition"] < 0.3
+
+
 def test_price(capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module("benchmarks.price").main(["--quick", "--networks", "CNN with batch norm"])
     found = rows(capsys.readouterr().out)
