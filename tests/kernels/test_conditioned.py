@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import gpytorch
@@ -38,11 +39,9 @@ def dense(gp: Model, x: Tensor) -> tuple[Tensor, Tensor]:
         return 0.3 + cross @ solved[:, 0], prior - cross @ solved[:, 1:]
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_by_every_solver(name: str) -> None:
+def check_solvers(name: str, n: int, solvers: Iterable[str]) -> None:
     """Mean and samples, with the same draws, within 1e-3 of dense algebra."""
-    gp, x = model(KERNELS[name](), noise=0.5), inputs(20, seed=5)
+    gp, x = model(KERNELS[name](), n, noise=0.5), inputs(20, seed=5)
     wanted, _ = dense(gp, x)
     (data,) = gp.train_inputs
     draws = PriorDraws(gp.covar_module.double(), data.shape[1], 4, 0)
@@ -52,12 +51,25 @@ def test_every_kernel_by_every_solver(name: str) -> None:
         K.diagonal().add_(gp.likelihood.noise)
         drawn = draws(data) + white * gp.likelihood.noise.sqrt()
         samples = wanted + draws(x) - torch.linalg.solve(K, drawn.T).T @ cross.T
-    for solver in SOLVERS:
+    for solver in solvers:
         posterior = condition(gp, 4, solver=solver, **TIGHT)
         assert posterior.error <= 3e-4
         assert posterior.solver == solver
         for found, right in ((posterior.mean(x), wanted), (posterior.samples(x), samples)):
             assert float((found - right).norm() / right.norm()) <= 1e-3, (solver, posterior.passes)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_by_every_solver(name: str) -> None:
+    check_solvers(name, 150, SOLVERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_of_two_thousand_data(name: str) -> None:
+    """By a factor and by conjugate gradients: the others take minutes to this tolerance."""
+    check_solvers(name, 2000, ("exact", "cg"))
 
 
 @pytest.mark.parametrize("name", ["matern-3/2", "network and rest", "product"])
