@@ -36,6 +36,9 @@ MOST_ROWS = 3000
 # Lengthscales in taps: below the first one neighbours are independent, above the second one all taps are equal.
 _LENGTHSCALES = (1e-2, 1e2)
 
+# A gradient in the logarithms below which the evidence is flat: a factor of e changes it by a hundredth.
+_FLAT = 1e-2
+
 # Rounds of a noise that is learnt, and the change of its logarithm that ends them.
 _ROUNDS, _SETTLED = 50, 1e-3
 
@@ -181,7 +184,11 @@ class FilterEvidence:
             bounds=limits,
             options={"maxiter": 2000, "maxfun": 5000, "ftol": 1e-13, "gtol": 1e-5},
         )
-        return torch.as_tensor(found.x).reshape(2, -1).to(logs), bool(found.success)
+        # A line search that rounding ends says that it failed. At a bound only the gradient into the inside counts.
+        low, high = torch.tensor(limits, dtype=torch.float64).T
+        x, slope = torch.as_tensor(found.x), torch.as_tensor(found.jac)
+        inwards = torch.where(x <= low, slope.clamp_max(0), torch.where(x >= high, slope.clamp_min(0), slope))
+        return x.reshape(2, -1).to(logs), bool(inwards.abs().max() < _FLAT)
 
 
 @dataclass(frozen=True)
