@@ -1,4 +1,4 @@
-"""A hook of MkDocs: it generates the pages of the API and the pictures of plots, and checks what pages name.
+"""A hook of MkDocs: it generates pages of the API and of notebooks, and pictures, and checks what pages name.
 
 - `api/index.md` documents the names that `laplace_sampling/__init__.py` imports, under their public path.
 - Each module of `MODULES`, which needs another library, has a page of its own.
@@ -7,18 +7,22 @@
 - A name or a path in backticks, such as `laplace_sampling/laplace.py`, that does not exist is a warning, and so an
   error of `mkdocs build --strict`.
 - Pictures of `plots.md` are drawn by the examples on that page (`page_pictures.py`).
+- A page `gallery/name.md` that has a block of `python` shows `images/gallery/name.png`, which this script draws, and
+  what it prints below it. Scripts run while the site is built.
+- Each of `notebooks/` becomes a page, without outputs, and a link at the end of `gallery/index.md`.
 """
 
 import ast
+import json
 import logging
 import re
 from functools import cache
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-from page_pictures import pictures_of
+from page_pictures import pictures_of, run_script, script_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "laplace_sampling"
@@ -34,6 +38,7 @@ MODULES = {
     "Tanimoto kernel": "kernels/tanimoto.py",
     **{path.stem: f"integrations/{path.name}" for path in sorted((PACKAGE / "integrations").glob("[a-z]*.py"))},
 }
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 INDEX = """# Public names
 
 Everything on this page is imported from `laplace_sampling`. Names that need other libraries have pages of their own:
@@ -106,6 +111,16 @@ def module_page(title: str, module: str) -> str:
     )
 
 
+def notebook_page(notebook: Path) -> str:
+    """The cells of a notebook, with a link to the file after its title."""
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    title, _, rest = parts[0].partition("\n")
+    return "\n\n".join([title, f"[The notebook]({notebook.name}), here without outputs.", rest.strip(), *parts[1:]])
+
+
 def on_pre_build(config: MkDocsConfig) -> None:
     for function in (tree, public_names, definitions):  # `mkdocs serve` builds many times in one process
         function.cache_clear()
@@ -125,6 +140,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page_of(module), content=module_page(title, module)))
     for path, picture in pictures_of(ROOT / "docs" / "plots.md").items():
         files.append(File.generated(config, path, content=picture))
+    for page in sorted((ROOT / "docs" / "gallery").glob("*.md")):
+        if script := script_of(page.read_text()):
+            picture, _ = run_script(script)
+            files.append(File.generated(config, f"images/gallery/{page.stem}.png", content=picture))
+    for notebook in NOTEBOOKS:
+        path = f"notebooks/{notebook.name}"
+        files.append(File.generated(config, path, abs_src_path=str(notebook)))
+        text = notebook_page(notebook)
+        path = path.replace(".ipynb", ".md")
+        files.append(File.generated(config, path, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 
@@ -139,6 +164,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = definitions().get(name)
         return f"[{text}][{path}{attribute}]" if path else text
 
+    if page.file.src_uri == "gallery/index.md":
+        titles = {notebook: notebook_page(notebook).partition("\n")[0].lstrip("# ") for notebook in NOTEBOOKS}
+        links = [f"- [{title}](../notebooks/{notebook.stem}.md)" for notebook, title in titles.items()]
+        markdown = "\n".join([markdown, "", *links, ""])
+    elif page.file.src_uri.startswith("gallery/") and (script := script_of(markdown)):
+        _, printed = run_script(script)
+        markdown += f"\n\nIt prints:\n\n```text\n{printed}```\n" if printed else ""
     for path in re.findall(r"(?<!\[)`(laplace_sampling/[\w/]*(?:\.py)?)`", markdown):
         if not (ROOT / path).exists():
             log.warning("%s: `%s` is no file or folder of the package.", page.file.src_uri, path)
