@@ -1,4 +1,4 @@
-"""`python -m benchmarks.design [--data DIR] [--parts angles inputs] [--images 10] [--side 64] [--splits 10]`.
+"""`python -m benchmarks.design [--data DIR] [--parts angles inputs picture] [--images 10] [--side 64] [--splits 10]`.
 
 Whether measurements that `laplace_sampling.design.greedy` chooses are worth more than others of the same number.
 
@@ -7,14 +7,19 @@ lines at 5 angles with 5 % noise, and then at 10 of 100 angles. A choice is that
 which is trained on the 5 angles, that of independent pixels of one variance, a random one, or equidistant angles. All
 are reconstructed by total variation, without the network.
 
+`picture` draws one image of `--side` pixels with its directions, and the choices among `--candidates` angles with the
+seconds of a step.
+
 `inputs`: training data of two regressions of UCI, in rounds that start from a few random ones. `DIR` has the folder
 `uci` (`data/uci.py`).
 """
 
 import argparse
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,7 @@ from benchmarks.data.uci import Split, load
 from laplace_sampling import Gaussian, LinearisedLaplace
 from laplace_sampling.design import greedy
 
-ANGLES, PILOTS, CHOSEN, NOISE = 100, 5, (5, 10), 0.05
+PILOTS, CHOSEN, NOISE = 5, (5, 10), 0.05
 STEPS, WIDTH = 1000, 8
 # Of the total variation, in units of the noise variance: among .3, 1, 3 and 10 the best for equidistant angles of three
 # images with other seeds, with 10 and with 15 angles.
@@ -151,38 +156,105 @@ def reconstruction(T: Any, y: np.ndarray, side: int, weight: float, steps: int =
     return x
 
 
-def evenly(num: int) -> list[int]:
-    return [round(k * ANGLES / num) for k in range(num)]
+def evenly(num: int, candidates: int) -> list[int]:
+    return [round(k * candidates / num) for k in range(num)]
 
 
-def of_image(side: int, seed: int) -> Iterator[tuple[str, int, float]]:
+@dataclass(frozen=True)
+class Scan:
+    """An image with the sums along lines of all candidates, and a network that is trained on those of the pilots."""
+
+    truth: np.ndarray
+    T: list[Any]
+    y: np.ndarray
+    sigma: float
+    pilots: list[int]
+    z: Tensor
+    network: nn.Module
+
+    @classmethod
+    def of(cls, side: int, seed: int, candidates: int) -> "Scan":
+        torch.manual_seed(seed)
+        truth = rectangles(side, seed).flatten().numpy()
+        T = radon(side, np.arange(candidates) * np.pi / candidates)
+        clean = np.stack([rows @ truth for rows in T])
+        sigma = NOISE * float(np.abs(clean).mean())
+        y = (clean + sigma * np.random.default_rng(seed).standard_normal(clean.shape)).astype(np.float32)
+        pilots = evenly(PILOTS, candidates)
+        z = back_projection([T[k] for k in pilots], y[pilots], side)
+        seen, flat = scipy.sparse.vstack([T[k] for k in pilots]).tocsr(), torch.as_tensor(y[pilots].flatten())
+        return cls(truth, T, y, sigma, pilots, z, trained(UNet(), seen, flat, z, sigma))
+
+    @property
+    def side(self) -> int:
+        return round(len(self.truth) ** 0.5)
+
+    @property
+    def rest(self) -> list[int]:
+        return [number for number in range(len(self.T)) if number not in self.pilots]
+
+    def fitted(self, model: nn.Module, prior: str) -> LinearisedLaplace:
+        seen = scipy.sparse.vstack([self.T[k] for k in self.pilots]).tocsr()
+        likelihood = Gaussian(1 / self.sigma**2, learn=False, observe=seen)
+        la = LinearisedLaplace(model, likelihood, prior=prior, method="exact")
+        y = torch.as_tensor(self.y[self.pilots].flatten())[None]
+        return la.fit_hyperparameters([(self.z, y)], criterion="evidence", progress=False)
+
+    def reconstructed(self, chosen: list[int]) -> np.ndarray:
+        rows, values = scipy.sparse.vstack([self.T[k] for k in chosen]).tocsr(), self.y[chosen].flatten()
+        return reconstruction(rows, values, self.side, SMOOTHNESS * self.sigma**2)
+
+    def psnr(self, image: np.ndarray) -> float:
+        return -10 * np.log10(np.mean((image - self.truth) ** 2))
+
+
+def of_image(side: int, seed: int, candidates: int) -> Iterator[tuple[str, int, float]]:
     """Ways to choose, numbers of angles, and the PSNR of the reconstruction."""
-    torch.manual_seed(seed)
-    truth, angles = rectangles(side, seed).flatten().numpy(), np.arange(ANGLES) * np.pi / ANGLES
-    T = radon(side, angles)
-    clean = np.stack([rows @ truth for rows in T])
-    sigma = NOISE * float(np.abs(clean).mean())
-    y = (clean + sigma * np.random.default_rng(seed).standard_normal(clean.shape)).astype(np.float32)
-    pilots = evenly(PILOTS)
-    rest = [number for number in range(ANGLES) if number not in pilots]
-    seen, flat = scipy.sparse.vstack([T[k] for k in pilots]).tocsr(), torch.as_tensor(y[pilots].flatten())
-    z = back_projection([T[k] for k in pilots], y[pilots], side)
-    network = trained(UNet(), seen, flat, z, sigma)
+    scan = Scan.of(side, seed, candidates)
 
     def by(model: nn.Module, prior: str, criterion: str) -> list[int]:
-        la = LinearisedLaplace(model, Gaussian(1 / sigma**2, learn=False, observe=seen), prior=prior, method="exact")
-        la.fit_hyperparameters([(z, flat[None])], criterion="evidence", progress=False)
-        return [rest[k] for k in greedy(la, [T[k] for k in rest], CHOSEN[-1], criterion).chosen]
+        rest = scan.rest
+        design = greedy(scan.fitted(model, prior), [scan.T[k] for k in rest], CHOSEN[-1], criterion)
+        return [rest[k] for k in design.chosen]
 
-    ways = {f"g-prior, {criterion}": by(network, "g-prior", criterion) for criterion in ("eig", "ese")}
+    ways = {f"g-prior, {criterion}": by(scan.network, "g-prior", criterion) for criterion in ("eig", "ese")}
     ways["isotropic, ese"] = by(Pixels(side), "isotropic", "ese")
-    ways["random"] = np.random.default_rng(seed).permutation(rest).tolist()
+    ways["random"] = np.random.default_rng(seed).permutation(scan.rest).tolist()
     for num in CHOSEN:
-        ways_here = {name: pilots + order[:num] for name, order in ways.items()} | {"equidistant": evenly(PILOTS + num)}
+        ways_here = {name: scan.pilots + order[:num] for name, order in ways.items()}
+        ways_here["equidistant"] = evenly(PILOTS + num, candidates)
         for name, chosen in ways_here.items():
-            rows, values = scipy.sparse.vstack([T[k] for k in chosen]).tocsr(), y[chosen].flatten()
-            error = reconstruction(rows, values, side, SMOOTHNESS * sigma**2) - truth
-            yield name, PILOTS + num, -10 * np.log10(np.mean(error**2))
+            yield name, PILOTS + num, scan.psnr(scan.reconstructed(chosen))
+
+
+def picture(side: int, seed: int, candidates: int, file: Path) -> None:
+    """Draws an image, which angles are chosen, and what is reconstructed from these and from equidistant ones."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    num, scan = CHOSEN[-1], Scan.of(side, seed, candidates)
+    rest, start = scan.rest, time.perf_counter()
+    la = scan.fitted(scan.network, "g-prior")
+    fitted = time.perf_counter()
+    design = greedy(la, [scan.T[k] for k in rest], num, "ese", num_samples=1000)
+    seconds = time.perf_counter() - fitted
+    ways = {"chosen": scan.pilots + [rest[k] for k in design.chosen], "equidistant": evenly(PILOTS + num, candidates)}
+    _, axes = plt.subplots(1, 4, figsize=(12, 3.3), layout="constrained")
+    images = {"truth": scan.truth} | {name: scan.reconstructed(angles) for name, angles in ways.items()}
+    for axis, (name, image) in zip(axes, images.items(), strict=False):
+        axis.imshow(image.reshape(side, side), cmap="gray", vmin=0, vmax=1)
+        axis.set(title=name if name == "truth" else f"{name}: {scan.psnr(image):.1f} dB", xticks=[], yticks=[])
+    degrees = {name: np.sort(angles) * 180 / candidates for name, angles in ways.items()}
+    for height, (name, values) in enumerate(degrees.items()):
+        axes[3].eventplot(values, lineoffsets=height, linelengths=0.8, colors=["#0072B2", "#D55E00"][height])
+        axes[3].text(0, height + 0.42, name)
+    axes[3].set(title="angles in degrees", xlim=(-5, 180), ylim=(-0.6, 1.7), yticks=[])
+    plt.savefig(file, dpi=100)
+    plt.close()
+    print(f"{side} × {side} pixels, {candidates} candidates: fit {fitted - start:.0f} s, {num} choices {seconds:.0f} s")
+    print(", ".join(f"{name} {scan.psnr(image):.1f} dB" for name, image in images.items() if name != "truth"))
 
 
 def of_split(data: Split, seed: int) -> Iterator[tuple[str, int, float]]:
@@ -240,15 +312,19 @@ def table(title: str, against: str, runs: list[list[tuple[str, int, float]]]) ->
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="the folder with `uci`")
-    parser.add_argument("--parts", nargs="+", choices=("angles", "inputs"), default=("angles", "inputs"))
+    parser.add_argument("--parts", nargs="+", choices=("angles", "inputs", "picture"), default=("angles", "inputs"))
     parser.add_argument("--images", type=int, default=10)
     parser.add_argument("--side", type=int, default=64)
     parser.add_argument("--splits", type=int, default=10)
+    parser.add_argument("--candidates", type=int, default=100, help="angles to choose from")
+    parser.add_argument("--file", type=Path, default=Path("design.png"), help="of the picture")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if "angles" in options.parts:
-        runs = [list(of_image(options.side, seed)) for seed in range(options.images)]
+        runs = [list(of_image(options.side, seed, options.candidates)) for seed in range(options.images)]
         table(f"PSNR in dB of {options.side} × {options.side} pixels", "equidistant", runs)
+    if "picture" in options.parts:
+        picture(options.side, 0, options.candidates, options.file)
     if "inputs" in options.parts and options.data is not None:
         for name in SETS:
             runs = [list(of_split(load(options.data / "uci" / name, k), k)) for k in range(options.splits)]
