@@ -191,6 +191,21 @@ def test_the_search_ends_at_a_maximum_that_finite_differences_confirm(penalty: f
     assert la.effective_dimension_.sum() < len(D)
 
 
+def test_the_gram_matrix_is_that_of_the_weighted_sums_of_distances() -> None:
+    """`Σ_k a_k⁻¹ Σ_m exp(−r_m/ψ_k) G_km = J Σ Jᵀ`."""
+    from laplace_sampling.hyperparameters.filters import ByDistance
+
+    model, z, _, D, _ = one_image(8)
+    network = LinearisedLaplace(model, "regression", prior=PRIOR).network
+    assert isinstance(network, FilterNetwork)
+    J = D @ reference.jacobian(model, z)[0]
+    gram = ByDistance.of(J, network, lambda left, right: left @ right.mT)
+    precisions = torch.tensor([1.4, 1.05, 0.7, 0.7], dtype=torch.float64)
+    lengths = torch.tensor([*LENGTHS.values(), 1.0], dtype=torch.float64)
+    assert_close(gram.total(precisions, lengths), J @ of_prior(model) @ J.mT, rtol=1e-10, atol=1e-10)
+    assert len(gram.forms) == 3 * 6 + 1  # 3 × 3 taps have six distances
+
+
 def test_the_total_variation_is_the_mean_of_that_of_samples() -> None:
     """Within four standard errors of 10,000 images that are drawn from a layer's prior."""
     from laplace_sampling.hyperparameters.filters import pairs_of, total_variation
