@@ -9,9 +9,6 @@ import pytest
 ROOT = Path(__file__).parent
 # The libraries that examples or imports of a file need beyond those of the tests: it is left out where one is missing.
 NEEDS = {
-    "docs/training_scripts.md": ("accelerate", "lightning", "sklearn", "torchmetrics", "transformers"),
-    "docs/production.md": ("onnx", "onnxruntime", "onnxscript"),
-    "docs/from_laplace_torch.md": ("laplace",),
     "laplace_sampling/gp/botorch.py": ("botorch",),
     "laplace_sampling/integrations/accelerate.py": ("accelerate",),
     "laplace_sampling/integrations/laplace_torch.py": ("laplace",),

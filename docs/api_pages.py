@@ -10,15 +10,18 @@
 - A page `gallery/name.md` that has a block of `python` shows `images/gallery/name.png`, which this script draws, and
   what it prints below it. Scripts run while the site is built.
 - Each of `notebooks/` becomes a page, without outputs, and a link at the end of `gallery/index.md`.
+- Formulas, `$…$` in LaTeX, become MathML, which browsers set without a script.
 """
 
 import ast
+import html
 import json
 import logging
 import re
 from functools import cache
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -175,3 +178,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not (ROOT / path).exists():
             log.warning("%s: `%s` is no file or folder of the package.", page.file.src_uri, path)
     return re.sub(r"\[([^\[\]]+)\]\[((?:laplace_sampling(?:\.[a-z_]\w*)*\.)?\w+)((?:\.\w+)+)?\]", link, markdown)
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    r"""Set the formulas, which `pymdownx.arithmatex` leaves between `\(` and `\)`."""
+    formula = r'<span class="arithmatex">\\\((.*?)\\\)</span>'
+    return re.sub(formula, lambda match: convert(html.unescape(match[1])), content)

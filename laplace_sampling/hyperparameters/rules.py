@@ -315,7 +315,7 @@ class _Known:
 class SelfConsistency(LossRise):
     """The training loss rises as Laplace's approximation says, up to a factor.
 
-    `docs/decisions.md` has the trials of both numbers.
+    The trials of both numbers are in the history of `docs/decisions.md`.
 
     Args:
         most_ratio: `c`, the factor by which the two rises may differ.
@@ -365,8 +365,8 @@ def _interpolated(alphas: Float[Tensor, " A"], share: Callable[[int], float], nu
 class LeftOutLabels(LossRise):
     """Error bars cost training labels no more than errors on left-out data warrant.
 
-    The numbers were chosen on 148 networks for digits, tables and MNIST: `docs/decisions.md` has the figures for half
-    and twice of the first two.
+    The numbers were chosen on 148 networks for digits, tables and MNIST (`docs/decisions.md`, whose history has the
+    figures for half and twice of the first two).
 
     Args:
         an_error: `k`, nats for each error.

@@ -54,7 +54,7 @@ class Validation(Selection):
         rest: of labels, targets and outputs of the network at other held-out data, which cost no draws (`calibrate`).
         noise_bounds: within which the noise precision is kept.
         price: nats a datum that error bars may cost. A third of it brings half as much for telling other data, three
-            times as much costs up to 0.006 nats of test data (`docs/decisions.md`).
+            times as much costs up to 0.006 nats of test data.
     """
 
     # Draws of the function for each datum, each with its opposite.

@@ -90,7 +90,7 @@ MOST_LOST = 0.015
 
 
 # Error of a row in units of the rounding of a number: 2.4 for a LeNet and 4.5 for ConvNeXt-atto, whose predicted
-# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions.md).
+# standard deviations are off by what the formula gives with 0.4 and 4.4.
 _ROUNDINGS = 8
 
 

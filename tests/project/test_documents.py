@@ -9,6 +9,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# The libraries that the code of a page needs beyond those of the default tier.
+PAGES = {
+    "docs/from_laplace_torch.md": ("laplace",),
+    "docs/production.md": ("onnx", "onnxruntime", "onnxscript"),
+    "docs/training_networks.md": ("sklearn",),
+    "docs/training_scripts.md": ("accelerate", "lightning", "transformers"),
+}
 
 
 @pytest.mark.slow
@@ -55,6 +62,16 @@ def test_code_of_plots_draws_the_pictures_of_the_page() -> None:
     plt.close("all")
     assert shown
     assert all(hasattr(names[name], "figure") for name in shown)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore", "error::laplace_sampling.ConvergenceWarning")  # other libraries warn
+@pytest.mark.parametrize("name", PAGES)
+def test_code_of_a_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in PAGES[name]:
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    monkeypatch.chdir(tmp_path)  # examples write files
+    _run_code_of(name)
 
 
 def test_documents_name_commands_that_exist() -> None:
