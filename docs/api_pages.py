@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "laplace_sampling"
 MODULES = {
     "Plots": "plots/pictures.py",
+    "Plots of what one does with predictions": "plots/decisions.py",
+    "Plots of fits and scores": "plots/fits.py",
     "Where to measure next": "design.py",
     "GPyTorch": "gp/tangent_kernel.py",
     "BoTorch": "gp/botorch.py",

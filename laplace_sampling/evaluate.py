@@ -16,7 +16,7 @@ from laplace_sampling.data.training_data import Data, unpacking
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.labels import Labels
-from laplace_sampling.plots.pictures import plot_evaluation
+from laplace_sampling.plots.fits import plot_evaluation
 from laplace_sampling.predictions.prediction import ClassificationPrediction
 from laplace_sampling.predictions.scores import SCORES, scores_of_kind, told_apart
 from laplace_sampling.production import inputs_of

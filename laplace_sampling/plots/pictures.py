@@ -1,4 +1,4 @@
-"""The pictures of predictions and of fits; matplotlib is imported only when one is drawn."""
+"""The pictures of predictions; matplotlib is imported only when one is drawn."""
 
 from collections.abc import Callable
 from statistics import NormalDist
@@ -11,24 +11,29 @@ from torch import Tensor
 from laplace_sampling.arguments import as_numbers, check_whole
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.plots.drawing import BLUE, GREY, ORANGE, Axes, as_array, axes_of, check_kind, panels
+from laplace_sampling.plots.drawing import (
+    BLUE,
+    RED,
+    SEVERAL,
+    Axes,
+    as_array,
+    axes_of,
+    check_kind,
+    key_above,
+    label_ends,
+    named,
+    panels,
+)
 from laplace_sampling.predictions.prediction import (
     ClassificationPrediction,
     HeteroscedasticPrediction,
     Prediction,
     RegressionPrediction,
 )
-from laplace_sampling.predictions.scores import SCORES
 
 Regression = RegressionPrediction | HeteroscedasticPrediction
-Intervals = dict[str, tuple[np.ndarray, np.ndarray]]
-
-# Label of each curve that `plot_evidence` draws.
-_CURVES = {
-    "log_marginal_likelihood": "log marginal likelihood, nats",
-    "effective_dimension": "effective dimension γ",
-    "mode_norm": "‖θ̄‖² of the mode, in units of the prior",
-}
+# Of a classification: what is claimed, and what is found.
+_OF_CLASSES = ("probability of the predicted class", "share of right labels")
 
 
 def plot_error_bars(
@@ -75,19 +80,27 @@ def plot_error_bars(
     # Ranks by mean stand in the place of inputs.
     place = np.argsort(np.argsort(mean, kind="stable")) if x is None else _places(x, len(mean))
     ax, order = axes_of("plot_error_bars", ax), np.argsort(place, kind="stable")
-    for (label, (low, high)), width, alpha in zip(intervals.items(), (1, 3), (0.15, 0.3), strict=True):
+    shades = dict(zip(intervals, ((1, 0.15), (3, 0.35)), strict=True))
+    for label, (low, high) in intervals.items():
+        width, alpha = shades[label]
         if x is None:
-            ax.vlines(place, low, high, color="C0", linewidth=width, alpha=0.5, label=label)
+            ax.vlines(place, low, high, color=BLUE, linewidth=width, alpha=0.5, label=label)
         else:
-            ax.fill_between(place[order], low[order], high[order], color="C0", alpha=alpha, linewidth=0, label=label)
-    for number, sample in enumerate(pred.samples[:num_samples] if x is not None else ()):
-        label = "joint samples of the function" if number == 0 else None
-        ax.plot(place[order], column(sample)[order], color="C1", linewidth=0.8, label=label)
-    ax.plot(place[order], mean[order], "." if x is None else "-", color="C0", label="mean")
+            ax.fill_between(place[order], low[order], high[order], color=BLUE, alpha=alpha, linewidth=0, label=label)
+    samples = pred.samples[:num_samples] if x is not None else ()
+    for sample in samples:
+        ax.plot(place[order], column(sample)[order], color=RED, linewidth=0.8)
+    ax.plot(place[order], mean[order], "." if x is None else "-", color=BLUE, label="mean")
     if targets is not None:
         ax.plot(place, column(targets), ".", color="black", label="targets")
     ax.set(xlabel="data, by mean" if x is None else "x", ylabel="y")
-    ax.legend()
+    if x is None:
+        key_above(ax)
+        return ax
+    last = order[-1]
+    ends = [(float(high[last]), label, BLUE) for label, (_, high) in intervals.items()]
+    ends += [(float(column(sample)[last]), "joint sample", RED) for sample in samples[:1]]
+    label_ends(ax, [*ends, (float(mean[last]), "mean", BLUE)])
     return ax
 
 
@@ -112,92 +125,6 @@ def _places(x: Any, num: int) -> np.ndarray:
     return as_array(place.reshape(-1))
 
 
-def plot_evidence(
-    la: Any,
-    ax: Axes = None,
-    *,
-    curve: str = "log_marginal_likelihood",
-    decades: float = 3.0,
-    num: int = 121,
-) -> Axes:
-    r"""The log marginal likelihood `log p(y | α)` of the linear model against the prior precision `α`.
-
-    The curve is that of `evidence_path`. The band is two standard errors (the exact method has none), and a vertical
-    line marks the fitted `α`. That is where the curve is largest only if the evidence has chosen it:
-    `criterion="leave_one_out"` and validation data choose others.
-
-    Args:
-        la: a fitted `LinearisedLaplace` that has its training data.
-        ax: to draw on; a new figure by default.
-        curve: `"log_marginal_likelihood"`, in nats, a sum over the data; `"effective_dimension"`, `γ(α)`; or
-            `"mode_norm"`, `‖θ̄(α)‖²` in the scaled coordinates of the prior.
-        decades: range of `α` to both sides of the fitted one.
-        num: points of the curve.
-
-    Returns:
-        The axes.
-
-    Raises:
-        NotFittedError: before a fit, and for a posterior that was loaded without its data.
-        ImportError, TypeError, ValueError: without matplotlib; for other objects; for a curve that is not known.
-    """
-    if curve not in _CURVES:
-        raise ValueError(f"`plot_evidence(curve={curve!r})` is not known; use one of {list(_CURVES)}.")
-    ax = axes_of("plot_evidence", ax)
-    curves = la.evidence_path(decades, num)
-    alpha, values = curves.prior_precision, getattr(curves, curve)
-    (line,) = ax.plot(alpha, values)
-    error = getattr(curves, f"{curve}_se", None)
-    if error is not None and bool((error > 0).any()):
-        how = {"color": line.get_color(), "alpha": 0.2, "linewidth": 0, "label": "± 2 standard errors"}
-        ax.fill_between(alpha, values - 2 * error, values + 2 * error, **how)
-    ax.axvline(curves.at, color="black", linestyle=":", label=f"fitted, α = {curves.at:.3g}")
-    mean = ", geometric mean of the groups" if len(la.prior_precision_) > 1 else ""
-    ax.set(xscale="log", yscale="log" if curve == "mode_norm" else "linear")
-    ax.set(xlabel=f"prior precision α{mean}", ylabel=_CURVES[curve])
-    ax.legend()
-    return ax
-
-
-def plot_history(la: Any, ax: Axes = None) -> Axes:
-    r"""Prior precision `α`, noise precision `b` and effective dimension `γ` in each step of `fit_hyperparameters`.
-
-    Values are those of `history_`: `α` and `b` during the step, and `γ` summed over the groups of the prior; there is a
-    line for each `α` and `b` where there are several.
-
-    Args:
-        la: a `LinearisedLaplace` after `fit_hyperparameters`.
-        ax: to draw on; a new figure by default.
-
-    Returns:
-        The axes.
-
-    Raises:
-        NotFittedError: before a fit.
-        ImportError, TypeError, ValueError: without matplotlib; for other objects; after `fit`, which takes no steps.
-    """
-    steps = la.history_
-    if not steps:
-        raise ValueError(
-            "`plot_history(la)` needs the steps of `fit_hyperparameters`, but `history_` is empty: the posterior was "
-            "fitted by `fit`, at the hyperparameters that it was given."
-        )
-    ax = axes_of("plot_history", ax)
-    series = (
-        ("prior precision α", [step.prior_precision for step in steps]),
-        ("noise precision b = 1/σ²", [step.noise_precision for step in steps if step.noise_precision is not None]),
-        ("effective dimension γ", [[sum(step.effective_dimension)] for step in steps]),
-    )
-    for number, (label, rows) in enumerate(series):
-        for column, values in enumerate(zip(*rows, strict=True)):
-            label_once = label if column == 0 else None
-            ax.plot(range(1, len(values) + 1), values, color=f"C{number}", marker="o", label=label_once)
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.set(yscale="log", xlabel="step", ylabel="value")
-    ax.legend()
-    return ax
-
-
 def plot_ood(
     inside: Prediction,
     outside: Prediction,
@@ -206,21 +133,24 @@ def plot_ood(
     *,
     num_bins: int = 30,
 ) -> Axes:
-    r"""Histograms of a score for inputs like the training data and for others, and how well it separates them.
+    r"""Histograms of a score for inputs like the training data and for others, and the ROC curve of telling them apart.
 
-    The legend has the area under the ROC curve: the probability that the score of an input from outside is larger than
-    that of one from inside, with half of the ties. 1 is a perfect detector, 0.5 a coin.
+    The curve is the share of inputs from outside whose score is above a threshold, against that of inputs from inside.
+    The area under it, AUROC, is the probability that the score of an input from outside is larger than that of one from
+    inside, with half of the ties: 1 is a perfect detector, 0.5 a coin. FPR95 is the share from inside above the largest
+    threshold that 95 % from outside reach; a point marks it.
 
     Args:
         inside: prediction at inputs like the training data.
         outside: prediction at other inputs, by the same model.
-        score: the score, an attribute of both predictions: `"epistemic"`; for a classification also `"entropy"` or
-            `"mutual_information"`. If there is a score for each position or output, each counts.
-        ax: axes to draw on; a new figure by default.
+        score: the score, an attribute of both predictions: `"epistemic"`; `"novelty"` after `calibrate_novelty`; for a
+            classification also `"entropy"` or `"mutual_information"`. If there is a score for each position or output,
+            each counts.
+        ax: axes whose place the two panels take; a new figure by default.
         num_bins: number of bins, the same for both histograms. For positive scores they are even in the logarithm.
 
     Returns:
-        The axes.
+        The axes of the histograms; `ax.figure.axes` has those of the curve as well.
 
     Raises:
         ImportError: without matplotlib.
@@ -228,26 +158,37 @@ def plot_ood(
             finite.
     """
     check_whole("`plot_ood(num_bins=...)`", num_bins, 1)
-    named = {"inside": inside, "outside": outside}
-    scores = {name: _scores(name, pred, score) for name, pred in named.items()}
-    ax = axes_of("plot_ood", ax)
-    # scipy.stats takes a second to import.
-    from scipy.stats import mannwhitneyu
-
-    low, high = scores.values()
-    auroc = mannwhitneyu(high, low).statistic / (len(high) * len(low))
-    values = np.concatenate([low, high])
+    given = {"inside": inside, "outside": outside}
+    scores = {name: _scores(name, pred, score) for name, pred in given.items()}
+    ax, curve = panels(axes_of("plot_ood", ax, (8, 3.6)), 1, 2)
+    values = np.concatenate([*scores.values()])
     log = bool((values > 0).all())
     edges = np.histogram_bin_edges(np.log(values) if log else values, num_bins)
     edges = np.exp(edges) if log else edges
     edges[0], edges[-1] = min(edges[0], values.min()), max(edges[-1], values.max())  # not rounded past an end
-    for name, values in scores.items():
+    for (name, values), colour in zip(scores.items(), (BLUE, RED), strict=True):
         share = np.histogram(values, edges)[0] / len(values)
-        ax.stairs(share, edges, fill=True, alpha=0.5, label=f"{name}, {len(values)}")
+        ax.stairs(share, edges, fill=True, alpha=0.5, color=colour, label=f"{name}, {len(values)}")
     ax.set_xscale("log" if log else "linear")
     ax.set(xlabel=f"score: {score.replace('_', ' ')}", ylabel="share of inputs")
-    ax.legend(title=f"AUROC {auroc:.3f}")
+    key_above(ax)
+    _draw_roc(curve, *scores.values())
     return ax
+
+
+def _draw_roc(ax: Axes, low: np.ndarray, high: np.ndarray) -> None:
+    thresholds = np.unique(np.concatenate([low, high]))[::-1]
+    # Shares at or above each threshold, from the largest down; ties make sloping pieces, which halve them.
+    false, true = (
+        np.append(0, 1 - np.searchsorted(np.sort(part), thresholds, side="left") / len(part)) for part in (low, high)
+    )
+    area = float(((false[1:] - false[:-1]) * (true[1:] + true[:-1])).sum()) / 2
+    first = int(np.argmax(true >= 0.95))
+    ax.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1)
+    ax.plot(false, true, color=BLUE)
+    ax.plot(false[first], true[first], "o", color=BLUE, clip_on=False)
+    ax.text(0.97, 0.05, f"AUROC {area:.3f}\nFPR95 {false[first]:.3f}", ha="right", transform=ax.transAxes)
+    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="share of inside above", ylabel="share of outside above")
 
 
 def _scores(name: str, pred: Prediction, score: str) -> np.ndarray:
@@ -265,7 +206,7 @@ def _scores(name: str, pred: Prediction, score: str) -> np.ndarray:
 
 
 def plot_reliability(
-    pred: ClassificationPrediction | Regression,
+    pred: ClassificationPrediction | Regression | dict[str, ClassificationPrediction | Regression],
     y: Any,
     ax: Axes = None,
     *,
@@ -274,42 +215,55 @@ def plot_reliability(
     r"""How often predictions are right against how often they claim to be; on the diagonal both agree.
 
     For a classification, in bins of equal width: the share of right labels against the mean probability of the most
-    probable class. For labels of zero and one it is the share of ones against the mean probability of one. The legend
-    has the expected calibration error (Guo et al. 2017, eq. 5), `ECE = Σ_b (n_b/N) |acc_b − conf_b|`.
+    probable class, with its 95 % confidence interval (Wilson 1927: of a share `p` of `n`, `(p + z²/2n ± z √(p(1 − p)/n
+    + z²/4n²))/(1 + z²/n)`, `z = 1.96`). For labels of zero and one it is the share of ones against the mean probability
+    of one. The key has the expected calibration error (Guo et al. 2017, eq. 5), `ECE = Σ_b (n_b/N) |acc_b − conf_b|`.
 
     For a regression: the share of targets inside `interval(q)` against the probability `q`, for `num_bins` values of it
-    (Kuleshov et al. 2018). The legend has the mean distance from the diagonal. Above it, error bars are too wide.
+    (Kuleshov et al. 2018). The key has the mean distance from the diagonal. Above it, error bars are too wide.
 
     Args:
-        pred: a prediction.
-        y: its targets, as `log_prob` takes them. Ignored labels do not count; each position and output counts.
+        pred: a prediction; or several at the same inputs by name, such as those of the network and of this posterior.
+        y: their targets, as `log_prob` takes them. Ignored labels do not count; each position and output counts.
         ax: axes to draw on; a new figure by default.
-        num_bins: number of bins of probabilities; grey bars are the share of all labels in each.
+        num_bins: number of bins of probabilities. Of one prediction grey bars are the share of labels in each, and
+            numbers how many they are.
 
     Returns:
         The axes.
 
     Raises:
         ImportError: without matplotlib.
-        TypeError, ValueError: for predictions of other kinds, and targets that are not of these predictions.
+        TypeError, ValueError: for predictions of other kinds, of several kinds together, and targets that are not of
+            these predictions.
     """
     check_whole("`plot_reliability(num_bins=...)`", num_bins, 1)
-    if isinstance(pred, Regression):
-        targets = pred._prepared(y, "plot_reliability(pred, y)")[1].to(pred.mean).reshape(pred.mean.shape)
-        ax = axes_of("plot_reliability", ax)
-        _draw_coverage(ax, pred, targets, num_bins)
+    needed = "the prediction of a classification or a regression, such as `pred[head]`"
+    several = named("plot_reliability(pred, y)", pred, ClassificationPrediction | Regression, needed)
+    of_numbers = [isinstance(one, Regression) for one in several.values()]
+    if any(of_numbers) and not all(of_numbers):
+        raise TypeError(
+            "`plot_reliability(pred, y)` has regressions and classifications together: draw each by itself."
+        )
+    if of_numbers[0]:
+        found = {name: _coverage(one, y, num_bins) for name, one in several.items()}
+        ax, labels = axes_of("plot_reliability", ax), ("probability of the interval", "share of targets inside")
     else:
-        needed = "the prediction of a classification or a regression, such as `pred[head]`"
-        check_kind("plot_reliability(pred, y)", pred, ClassificationPrediction, needed)
-        claimed, right = _claims(pred, y)
+        found = {name: _claims(one, y) for name, one in several.items()}
+        one = isinstance(next(iter(several.values())).likelihood, Bernoulli)
+        labels = ("predicted probability of label 1", "share of label 1") if one else _OF_CLASSES
         ax = axes_of("plot_reliability", ax)
-        _draw_bins(ax, claimed, right, num_bins)
-        one = isinstance(pred.likelihood, Bernoulli)
-        ax.set_xlabel("predicted probability of label 1" if one else "probability of the predicted class")
-        ax.set_ylabel("share of label 1" if one else "share of right labels")
     ax.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, zorder=1)
-    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    ax.legend(loc="upper left")
+    for number, (name, drawn) in enumerate(found.items()):
+        colour, marker = SEVERAL[number % len(SEVERAL)], "osD^v"[number % 5]
+        if of_numbers[0]:
+            levels, shares = drawn
+            label = f"{name or 'intervals'}, mean distance {float(np.abs(shares - levels).mean()):.3f}"
+            ax.plot(levels, shares, color=colour, marker=marker, clip_on=False, label=label)
+        else:
+            _draw_bins(ax, name, *drawn, num_bins, colour, marker, with_counts=len(found) == 1)
+    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel=labels[0], ylabel=labels[1])
+    key_above(ax)
     return ax
 
 
@@ -330,7 +284,16 @@ def _claims(pred: ClassificationPrediction, y: Any) -> tuple[np.ndarray, np.ndar
     return as_array(claimed[given]), as_array(right[given])
 
 
-def _draw_bins(ax: Axes, claimed: np.ndarray, right: np.ndarray, num_bins: int) -> None:
+def _draw_bins(
+    ax: Axes,
+    name: str,
+    claimed: np.ndarray,
+    right: np.ndarray,
+    num_bins: int,
+    colour: str,
+    marker: str,
+    with_counts: bool,
+) -> None:
     edges = np.linspace(0, 1, num_bins + 1)
     # A probability of 1 belongs to the last bin.
     numbers = np.minimum((claimed * num_bins).astype(int), num_bins - 1)
@@ -338,57 +301,31 @@ def _draw_bins(ax: Axes, claimed: np.ndarray, right: np.ndarray, num_bins: int) 
     filled = counts > 0
     confidence, accuracy, share = sums[filled] / counts[filled], rights[filled] / counts[filled], counts / counts.sum()
     error = float((share[filled] * np.abs(accuracy - confidence)).sum())
-    ax.bar(edges[:-1], share, 1 / num_bins, align="edge", color="0.85", edgecolor="white", label="share of labels")
-    ax.plot(confidence, accuracy, marker="o", clip_on=False, label=f"predictions, ECE {error:.3f}")
+    if with_counts:
+        ax.bar(edges[:-1], share, 1 / num_bins, align="edge", color="0.85", edgecolor="white", label="share of labels")
+        for middle, height, count in zip((edges[:-1] + edges[1:]) / 2, share, counts, strict=True):
+            if count:
+                ax.annotate(
+                    f"{count:.0f}", (middle, height), (0, 1), textcoords="offset points", ha="center", fontsize=6
+                )
+    low, high = wilson(accuracy, counts[filled])
+    bars = np.abs([accuracy - low, high - accuracy])  # rounding may take an end past the share
+    label = f"{name or 'predictions'}, ECE {error:.3f}"
+    how = {"color": colour, "marker": marker, "elinewidth": 1, "capsize": 2, "clip_on": False, "zorder": 3}
+    ax.errorbar(confidence, accuracy, bars, label=label, **how)
 
 
-def _draw_coverage(ax: Axes, pred: Regression, targets: Tensor, num_bins: int) -> None:
+def wilson(share: np.ndarray, num: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ends of the 95 % confidence interval of a binomial probability (Wilson 1927)."""
+    z = NormalDist().inv_cdf(0.975)
+    middle, half = share + z**2 / (2 * num), z * np.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
+    return (middle - half) / (1 + z**2 / num), (middle + half) / (1 + z**2 / num)
+
+
+def _coverage(pred: Regression, y: Any, num_bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Levels, and the share of targets inside the interval of each."""
+    targets = pred._prepared(y, "plot_reliability(pred, y)")[1].to(pred.mean).reshape(pred.mean.shape)
     levels = np.linspace(0, 1, num_bins + 2)[1:-1]
     intervals = [pred.interval(float(level)) for level in levels]
     inside = torch.stack([(targets >= low) & (targets <= high) for low, high in intervals])
-    shares = as_array(inside[:, ~targets.isnan()]).mean(1)
-    error = float(np.abs(shares - levels).mean())
-    ax.plot(levels, shares, marker="o", clip_on=False, label=f"intervals, mean distance {error:.3f}")
-    ax.set(xlabel="probability of the interval", ylabel="share of targets inside")
-
-
-def plot_evaluation(evaluation: Any, ax: Axes = None) -> Axes:
-    """The scores of an `Evaluation`, a panel for each, with a dot for each predictor and its value beside it.
-
-    An arrow says which way is better.
-
-    Args:
-        evaluation: what `evaluate` returned.
-        ax: axes whose place the panels take; a new figure by default.
-
-    Returns:
-        The axes of the first panel; `ax.figure.axes` are all of them.
-
-    Raises:
-        ImportError, TypeError: without matplotlib; for other objects.
-    """
-    check_kind("plot_evaluation(evaluation)", getattr(evaluation, "table", None), dict, "what `evaluate` returns")
-    table: dict[str, dict[str, float]] = evaluation.table
-    names, colours = list(next(iter(table.values()))), {"network": GREY, "laplace": BLUE}
-    columns = min(4, -(-len(names) // 2))
-    rows = -(-len(names) // columns)
-    ax = axes_of("plot_evaluation", ax, (2.4 * columns, (0.9 + 0.25 * len(table)) * rows))
-    parts = panels(ax, rows, columns)
-    for number, (part, name) in enumerate(zip(parts, names, strict=False)):
-        label, larger = SCORES[name]
-        part.set_title(label + {True: " ↑", False: " ↓", None: ""}[larger], fontsize="small")
-        for place, (predictor, scores) in enumerate(table.items()):
-            value, colour = scores[name], colours.get(predictor, ORANGE)
-            part.plot(value, place, "o", color=colour)
-            if np.isfinite(value):
-                part.annotate(
-                    f"{value:.3g}", (value, place), (6, 0), textcoords="offset points", va="center", fontsize="small"
-                )
-        part.set_yticks(range(len(table)), list(table) if number % columns == 0 else [""] * len(table))
-        part.set_ylim(len(table) - 0.5, -0.5)
-        part.margins(x=0.4)
-        part.tick_params(labelsize="small")
-        part.spines[["top", "right"]].set_visible(False)
-    for part in parts[len(names) :]:
-        part.remove()
-    return ax
+    return levels, as_array(inside[:, ~targets.isnan()]).mean(1)

@@ -28,7 +28,7 @@ def test_the_curve_is_that_of_the_evidence_path(curve: str, error: float, monkey
     monkeypatch.setattr(la, "evidence_path", lambda decades, num: curves if (decades, num) == (2, 31) else None)
     ax = plot_evidence(la, curve=curve, decades=2, num=31)
     values = getattr(curves, curve)
-    line, mark = ax.lines
+    line, mark, *_ = ax.lines
     assert_allclose(line.get_xdata(), curves.prior_precision)
     assert_allclose(line.get_ydata(), values)
     assert_allclose(mark.get_xdata(), 0.7, rtol=1e-6)
@@ -39,13 +39,26 @@ def test_the_curve_is_that_of_the_evidence_path(curve: str, error: float, monkey
         assert_allclose([heights.min(), heights.max()], [values.min() - half, values.max() + half])
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log" if curve == "mode_norm" else "linear")
     assert ax.get_xlabel() == "prior precision α"
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels == ["± 2 standard errors"] * (half > 0) + ["fitted, α = 0.7"]
+    gap = float(curves.log_marginal_likelihood.max() - curves.log_marginal_likelihood[15])
+    said = f"fitted, α = 0.7\n{gap:.3g} nats below the largest evidence here" if gap > 1 else "fitted, α = 0.7"
+    assert said in [text.get_text() for text in ax.texts]
+
+
+def test_words_say_how_far_below_the_largest_evidence_the_fit_is() -> None:
+    la = fitted("exact", prior_precision=1e-3)
+    ax = plot_evidence(la, curve="effective_dimension", num=61)
+    curves = la.evidence_path(num=61)
+    best = int(curves.log_marginal_likelihood.argmax())
+    gap = float(curves.log_marginal_likelihood[best] - curves.log_marginal_likelihood[30])
+    assert gap > 1
+    assert_allclose(ax.lines[-1].get_xydata(), [[curves.prior_precision[best], curves.effective_dimension[best]]])
+    words = [text.get_text() for text in ax.texts]
+    assert words == ["largest evidence here", f"fitted, α = 0.001\n{gap:.3g} nats below the largest evidence here"]
 
 
 def test_the_default_is_the_evidence() -> None:
     la = fitted("exact", prior_precision=0.7)
-    line, _ = plot_evidence(la).lines
+    line = plot_evidence(la).lines[0]
     curves = la.evidence_path()
     assert_allclose(line.get_xdata(), curves.prior_precision)
     assert_allclose(line.get_ydata(), curves.log_marginal_likelihood)

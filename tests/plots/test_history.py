@@ -8,42 +8,42 @@ from laplace_sampling import Gaussian, LinearisedLaplace, NotFittedError
 from laplace_sampling.plots import plot_history
 
 
-def test_lines_are_the_steps(tuned) -> None:
+def test_lines_are_the_steps_each_unit_in_a_panel_of_its_own(tuned) -> None:
     la = tuned()
     steps = la.history_
-    alpha, noise, gamma = plot_history(la).lines
-    for line, values in (
-        (alpha, [step.prior_precision[0] for step in steps]),
-        (noise, [step.noise_precision[0] for step in steps]),
-        (gamma, [step.effective_dimension[0] for step in steps]),
-    ):
+    first = plot_history(la)
+    panels = first.figure.axes
+    assert panels[0] is first
+    expected = (
+        ("prior precision α", [step.prior_precision[0] for step in steps]),
+        ("noise precision b = 1/σ²", [step.noise_precision[0] for step in steps]),
+        ("effective dimension γ", [step.effective_dimension[0] for step in steps]),
+    )
+    for ax, (label, values) in zip(panels, expected, strict=True):
+        (line,) = ax.lines
         assert_allclose(line.get_xdata(), range(1, len(steps) + 1))
         assert_allclose(line.get_ydata(), values)
-    ax = alpha.axes
-    assert ax.get_yscale() == "log"
-    names = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert names == ["prior precision α", "noise precision b = 1/σ²", "effective dimension γ"]
+        assert (ax.get_yscale(), " ".join(ax.get_ylabel().split())) == ("log", label)
+    assert [ax.get_xlabel() for ax in panels] == ["", "", "step"]
 
 
-def test_several_groups_and_outputs_have_a_line_each_and_one_name(tuned) -> None:
+def test_several_groups_and_outputs_have_a_line_each(tuned) -> None:
     la, outputs = tuned(Gaussian(torch.ones(2)), 2, prior="layerwise"), 2
     steps, groups = la.history_, len(la.prior_precision_)
-    lines = plot_history(la).lines
-    assert len(lines) == groups + outputs + 1
+    priors, noises, dimensions = plot_history(la).figure.axes
     assert groups > 1
-    for group in range(groups):
-        assert_allclose(lines[group].get_ydata(), [step.prior_precision[group] for step in steps])
-    for output in range(outputs):
-        assert_allclose(lines[groups + output].get_ydata(), [step.noise_precision[output] for step in steps])
-    assert_allclose(lines[-1].get_ydata(), [sum(step.effective_dimension) for step in steps])
-    assert len(lines[0].axes.get_legend().get_texts()) == 3
+    for lines, field, num in ((priors, "prior_precision", groups), (noises, "noise_precision", outputs)):
+        assert len(lines.lines) == num
+        for number, line in enumerate(lines.lines):
+            assert_allclose(line.get_ydata(), [getattr(step, field)[number] for step in steps])
+    assert_allclose(dimensions.lines[0].get_ydata(), [sum(step.effective_dimension) for step in steps])
 
 
-def test_likelihoods_without_noise_have_no_line_of_it() -> None:
+def test_likelihoods_without_noise_have_no_panel_of_it() -> None:
     case = make_case("classification")
     la = LinearisedLaplace(case.model, case.given[0], method="exact")
     la = la.fit_hyperparameters(case.batches, criterion="evidence", progress=False)
-    names = [text.get_text() for text in plot_history(la).get_legend().get_texts()]
+    names = [" ".join(ax.get_ylabel().split()) for ax in plot_history(la).figure.axes]
     assert names == ["prior precision α", "effective dimension γ"]
 
 

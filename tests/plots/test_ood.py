@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import roc_auc_score, roc_curve
 
 from laplace_sampling import Gaussian, Prediction
 from laplace_sampling.likelihoods.categorical import Categorical
@@ -24,23 +24,29 @@ def regression(stddev: list[float]) -> Prediction:
 
 @pytest.mark.parametrize("score", ["epistemic", "entropy", "mutual_information"])
 @pytest.mark.parametrize("positions", [(), (2, 2)])
-def test_the_legend_has_the_auroc_of_the_score(score: str, positions: tuple[int, ...]) -> None:
+def test_the_curve_beside_the_histograms_is_the_roc_curve(score: str, positions: tuple[int, ...]) -> None:
     inside, outside = classification(40, 0.5, positions), classification(30, 1.5, positions)
     ax = plot_ood(inside, outside, score)
     scores = [getattr(pred, score).flatten() for pred in (inside, outside)]
     labels = [0] * len(scores[0]) + [1] * len(scores[1])
+    first, curve = ax.figure.axes
+    assert first is ax
+    false, true, _ = roc_curve(labels, torch.cat(scores), drop_intermediate=False)
+    assert_allclose(curve.lines[1].get_xydata(), np.stack([false, true], 1))
+    fpr95 = false[np.argmax(true >= 0.95)]
+    assert_allclose(curve.lines[2].get_xydata(), [[fpr95, true[np.argmax(true >= 0.95)]]])
     auroc = roc_auc_score(labels, torch.cat(scores))
-    legend = ax.get_legend()
-    assert legend.get_title().get_text() == f"AUROC {auroc:.3f}"
+    assert [text.get_text() for text in curve.texts] == [f"AUROC {auroc:.3f}\nFPR95 {fpr95:.3f}"]
     times = 4 if positions else 1
-    assert [text.get_text() for text in legend.get_texts()] == [f"inside, {40 * times}", f"outside, {30 * times}"]
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names == [f"inside, {40 * times}", f"outside, {30 * times}"]
     assert ax.get_xlabel() == "score: " + score.replace("_", " ")
 
 
 def test_ties_count_half() -> None:
-    ax = plot_ood(regression([1.0, 2.0]), regression([2.0, 3.0]))
-    # Of four pairs three are larger and one is equal.
-    assert ax.get_legend().get_title().get_text() == "AUROC 0.875"
+    curve = plot_ood(regression([1.0, 2.0]), regression([2.0, 3.0])).figure.axes[1]
+    # Of four pairs three are larger and one is equal; half of those inside reach what all from outside do.
+    assert curve.texts[0].get_text() == "AUROC 0.875\nFPR95 0.500"
 
 
 @pytest.mark.parametrize("log", [True, False])
