@@ -366,8 +366,9 @@ def split_conformal(
     num_samples: int,
     seed: int,
     samples: Callable[[], Float[Tensor, "K P"]],
+    penalty: float | None = None,
 ) -> SplitConformal:
-    """Scores of these data; its arguments are those of `predict`.
+    """Scores of these data; its arguments are those of `predict`, and the penalty of adaptive sets.
 
     Raises:
         ValueError: where outputs have several shapes; if what is predicted is not finite.
@@ -380,8 +381,8 @@ def split_conformal(
     for batch in torch.arange(held_out.data.num_data).split(posterior.rows):
         prediction = predict(network, posterior, fit, held_out.data.inputs(batch), **options)
         check_finite(prediction.outputs, prediction.variance)
-        scores.append(prediction.scores_of(held_out.targets[batch]).cpu())
-    return SplitConformal.of(torch.cat(scores), num_samples)
+        scores.append(prediction.scores_of(held_out.targets[batch], penalty).cpu())
+    return SplitConformal.of(torch.cat(scores), num_samples, penalty)
 
 
 def calibrated_by(

@@ -597,7 +597,9 @@ class LinearisedLaplace:
         return self
 
     @solver_call
-    def calibrate_conformal(self, val_loader: Iterable[Any], *, data: Data = _NO_DATA) -> Self:
+    def calibrate_conformal(
+        self, val_loader: Iterable[Any], *, penalty: float | None = None, data: Data = _NO_DATA
+    ) -> Self:
         """Make `interval` and `prediction_set` of predictions contain the share of targets that they promise.
 
         It is split conformal prediction (`predictions.conformal`). For new data of the same distribution the guarantee
@@ -608,17 +610,23 @@ class LinearisedLaplace:
 
         Args:
             val_loader: held-out data in the form of the training data.
+            penalty: makes sets of classes adaptive: the most probable classes up to a sum of probabilities (APS, with
+                0), and with a penalty for each class but the first (RAPS), .01 say for sets of many classes. They have
+                more classes where the network is less sure, and cover hard inputs better, but are larger on average
+                than those by `−log p(y)`, the default.
             data: how to unpack the batches of the loader, and the number of data of an `IterableDataset`.
 
         Raises:
             NotFittedError: before a fit.
-            TypeError, ValueError: as in `calibrate`; for a likelihood that is neither a regression nor a
-                classification; for outputs whose shape is not the same for all data.
+            TypeError, ValueError: as in `calibrate`; for a penalty below zero, or of a regression; for a likelihood
+                that is neither a regression nor a classification; for outputs whose shape is not the same for all data.
         """
+        if penalty:
+            check_positive("`calibrate_conformal(penalty=...)`", penalty)
         fitted, held_out = self._held_out("calibrate_conformal", val_loader, data)
         with self.settings.processes.shared_call():
             conformal = split_conformal(
-                held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings)
+                held_out, self.network, fitted.posterior, fitted.fit, *fitted.draws(self.settings), penalty
             )
         self._fitted = replace(fitted, posterior=replace(fitted.posterior, conformal=conformal))
         return self

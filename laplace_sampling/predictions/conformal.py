@@ -6,6 +6,12 @@ was fitted to, the score of another datum of the same distribution is at most `s
 probability of at least `q`, and of at most `q + 1/(n + 1)` where no scores are equal. Good error bars make sets small;
 the guarantee holds with any.
 
+Sets by `−log p(y)` are the smallest ones on average (Sadinle et al. 2019), and have few classes, or none, where the
+network is unsure. Adaptive sets (APS: Romano, Sesia and Candès 2020) have the most probable classes up to a sum of
+probabilities: the score is `Σ_{c: p_c ≥ p_y} p_c`, without their random part, which makes sets larger than need be.
+A penalty `λ` for each class before the label, `λ (rank(y) − 1)`, keeps sets of many classes short (RAPS: Angelopoulos
+et al. 2021, with `k_reg = 1`).
+
 Where data are equal their scores are, too, but a network computes them with other rounding beside other data. So scores
 are raised by a bound of that (`rounding`), which keeps the guarantee: larger scores contain more.
 """
@@ -33,17 +39,19 @@ class SplitConformal:
         scores: from small to large, a column for each target of a datum; infinite where a datum has none.
         num_data: in each column, `n`.
         num_samples: of the predictions that they are of.
+        penalty: of the scores of adaptive sets; `None` for scores `−log p(y)` and of regressions.
     """
 
     scores: Float[Tensor, "n S"]
     num_data: Tensor
     num_samples: int
+    penalty: float | None = None
 
     @classmethod
-    def of(cls, scores: Float[Tensor, "n S"], num_samples: int) -> "SplitConformal":
+    def of(cls, scores: Float[Tensor, "n S"], num_samples: int, penalty: float | None = None) -> "SplitConformal":
         """Takes scores in any order, NaN where a target is not given."""
         given = ~scores.isnan()
-        return cls(scores.where(given, torch.inf).sort(0).values, given.sum(0), num_samples)
+        return cls(scores.where(given, torch.inf).sort(0).values, given.sum(0), num_samples, penalty)
 
     @property
     def num_targets(self) -> int:

@@ -165,8 +165,12 @@ class Prediction(ABC):
         To take a mean over data, leave out the data without any target.
         """
 
-    def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
+    def scores_of(self, targets: Tensor, penalty: float | None = None) -> Float[Tensor, "N S"]:
         """How unlike its prediction each target of a datum is, NaN where it is not given; see `conformal`.
+
+        Args:
+            targets: as the likelihood has prepared them.
+            penalty: of adaptive sets of classes.
 
         Raises:
             ValueError: for a likelihood whose targets have no such score.
@@ -262,8 +266,10 @@ class _Intervals(Prediction):
         """How little the data say of a datum: `√(Σ var f)`, summed over its outputs, in the units of the targets."""
         return self._total_stddev
 
-    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "N *D"], Float[Tensor, "N *D"]]:
+    def interval(self, level: float | Sequence[float] = 0.95) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
         """Lower and upper ends of an interval that contains each observation with this probability.
+
+        They are `[N, *D]`; of several levels, as `interval((0.5, 0.9))`, there is an axis of these before.
 
         After `calibrate_conformal` that is guaranteed for data like those that it saw, on average over inputs and for
         each output by itself, and ends are infinite where these are too few for the level, fewer than `q/(1 − q)`.
@@ -273,6 +279,9 @@ class _Intervals(Prediction):
             ValueError: for a level that is no probability; for predictions of fewer samples, or of another shape, than
                 those that `calibrate_conformal` saw.
         """
+        if isinstance(level, Sequence) and not isinstance(level, str) and len(level):
+            lower, upper = zip(*map(self.interval, level), strict=True)
+            return torch.stack(lower), torch.stack(upper)
         mean, variance = self.mean, self.observation_variance
         conformal = self._conformal_at("interval(level)", level, mean.shape[1:].numel())
         if conformal is None:
@@ -281,7 +290,11 @@ class _Intervals(Prediction):
         half = conformal.largest(level).to(variance).reshape(mean.shape[1:]) * variance.sqrt()
         return mean - half, mean + half
 
-    def scores_of(self, targets: Tensor) -> Float[Tensor, "N D"]:
+    def scores_of(self, targets: Tensor, penalty: float | None = None) -> Float[Tensor, "N D"]:
+        if penalty is not None:
+            raise ValueError(
+                "`calibrate_conformal(penalty=...)` is for sets of classes, not for intervals: leave it out."
+            )
         error = (targets.to(self.mean).reshape(self.mean.shape) - self.mean).abs()
         of_outputs, of_deviations = rounding(self.mean)
         scores = (error + of_outputs).double() / self.observation_variance.sqrt().double() * (1 + of_deviations)
@@ -548,7 +561,8 @@ class ClassificationPrediction(SampledPrediction):
 
         Without `calibrate_conformal` the set has the most probable classes, as many as are needed for their
         probabilities to reach the level. After `calibrate_conformal` it has all classes that are at least as probable
-        as a threshold, and may be empty. Then the level is guaranteed for data of the same distribution, on average
+        as a threshold, and may be empty; with its `penalty` the most probable classes, one at least, up to a threshold
+        of the sum of their probabilities. Then the level is guaranteed for data of the same distribution, on average
         over inputs, for each position or output by itself. If there were fewer than `q/(1 − q)` such data, the set has
         all classes.
 
@@ -562,8 +576,14 @@ class ClassificationPrediction(SampledPrediction):
             ordered, order = log_probs.exp().sort(-1, descending=True)
             # A class belongs to the set if those before it do not reach the level.
             belongs = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < level)
-        else:
+        elif conformal.penalty is None:
             belongs = -log_probs <= conformal.largest(level).to(log_probs)[:, None]
+        else:
+            ordered, order = log_probs.exp().sort(-1, descending=True)
+            before = torch.arange(ordered.shape[-1], device=ordered.device)
+            scores = ordered.cumsum(-1) + conformal.penalty * before
+            inside = (scores <= conformal.largest(level).to(scores)[:, None]) | (before == 0)
+            belongs = torch.zeros_like(inside).scatter(-1, order, inside)
         if isinstance(self.likelihood, Categorical):
             return self._labels.flat(belongs).reshape(self.outputs.shape)
         return belongs.reshape(*self.outputs.shape, 2)
@@ -574,7 +594,7 @@ class ClassificationPrediction(SampledPrediction):
         logs = self._labels.log_probs(flattened(self._mirrored.double(), 2))
         return logs.logsumexp(0) - math.log(len(logs))
 
-    def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
+    def scores_of(self, targets: Tensor, penalty: float | None = None) -> Float[Tensor, "N S"]:
         if self._labels.is_soft(targets):
             raise ValueError(
                 "`calibrate_conformal` needs labels, of which its guarantee is, but these targets are probabilities: "
@@ -584,8 +604,14 @@ class ClassificationPrediction(SampledPrediction):
         chosen = self._class_log_probs.gather(-1, labels[..., None].to(self.outputs.device))[..., 0]
         # A log probability moves by twice as much as the logits, at most.
         of_outputs, of_deviations = rounding(self.outputs)
-        raised = 2 * (of_outputs + of_deviations * float(self._draws.abs().max())) - chosen
-        return raised.where(given.to(chosen.device), torch.nan)
+        error = 2 * (of_outputs + of_deviations * float(self._draws.abs().max()))
+        scores = error - chosen
+        if penalty is not None:
+            # Classes that rounding may put before the label count, too.
+            before = self._class_log_probs >= chosen[..., None] - 2 * error
+            sums = (self._class_log_probs.exp() * before).sum(-1)
+            scores = sums * math.exp(error) + penalty * (before.sum(-1) - 1)
+        return scores.where(given.to(chosen.device), torch.nan)
 
     @property
     def entropy(self) -> Tensor:

@@ -132,6 +132,78 @@ def test_sets_of_a_network_that_is_too_sure_cover_what_they_promise() -> None:
     assert error < 0.01
 
 
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_adaptive_sets_are_sums_of_probabilities_and_cover_what_they_promise(penalty: float) -> None:
+    """Their scores by sorting in plain Python; coverage is at least the level, as they have no random part."""
+    level, covered = 0.8, []
+    la = LinearisedLaplace(sure_classifier(), "classification", method="exact", num_samples=16)
+    la = la.fit([labels_with_noise(50, 0)], progress=False)
+    for seed in range(20):
+        new_x, new_y = labels_with_noise(100, 10 + 3 * seed)
+        held_x, held_y = labels_with_noise(59, 11 + 3 * seed)
+        belongs = la.calibrate_conformal([(held_x, held_y)], penalty=penalty).predict(new_x).prediction_set(level)
+        covered.append(float(belongs.gather(1, new_y[:, None]).double().mean()))
+
+        def sums(probs: Tensor) -> list[list[float]]:
+            """The score of each class."""
+            return [
+                [sum(q for q in row if q >= p) + penalty * sum(q > p for q in row) for p in row]
+                for row in probs.tolist()
+            ]
+
+        of_labels = sorted(row[y] for row, y in zip(sums(la.predict(held_x).probs), held_y.tolist(), strict=True))
+        threshold = of_labels[math.ceil(60 * level) - 1]
+        scores = torch.tensor(sums(la.predict(new_x).probs))
+        expected = (scores <= threshold) | (scores == scores.amin(1, keepdim=True))
+        apart = (scores - threshold).abs() > 1e-4  # rounding decides of the others
+        assert torch.equal(belongs[apart], expected[apart])
+        assert apart.double().mean() > 0.3
+        assert belongs.any(1).all()
+    found = torch.tensor(covered)
+    assert float(found.mean()) > level - 3 * float(found.std()) / math.sqrt(len(found))
+
+
+def test_classes_that_are_equal_up_to_rounding_count_for_adaptive_scores() -> None:
+    logits = torch.tensor([[0.0, 1e-16, -1.0], [1e-16, 0.0, -1.0]], dtype=torch.float64)
+    prediction = make_prediction(logits, torch.zeros(2, 2, 3, dtype=torch.float64), Categorical())
+    scores = prediction.scores_of(torch.tensor([[0], [0]]), 0.5)
+    both = 2 * float(prediction.probs[0, 0]) + 0.5
+    assert_close(scores, torch.full((2, 1), both, dtype=torch.float64))
+
+
+def test_a_file_keeps_the_penalty(tmp_path) -> None:
+    la = LinearisedLaplace(sure_classifier(), "classification", method="exact", num_samples=16)
+    la.fit([labels_with_noise(50, 0)], progress=False).calibrate_conformal([labels_with_noise(59, 11)], penalty=0.2)
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", sure_classifier())
+    x = labels_with_noise(30, 5)[0]
+    assert loaded.posterior_.conformal.penalty == 0.2
+    assert torch.equal(loaded.predict(x).prediction_set(0.8), la.predict(x).prediction_set(0.8))
+
+
+def test_a_penalty_that_is_none_is_refused() -> None:
+    x, y = linear_data(20, 0)
+    la = LinearisedLaplace(trained_linear(x, y), "regression").fit([(x, y)], progress=False)
+    with pytest.raises(ValueError, match="intervals"):
+        la.calibrate_conformal([(x, y)], penalty=0.1)
+    with pytest.raises(ValueError, match="penalty"):
+        la.calibrate_conformal([(x, y)], penalty=-0.1)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_several_levels_have_an_axis_of_their_own(calibrated: bool) -> None:
+    scores = SplitConformal.of(torch.tensor([[1.0, 20.0], [2.0, 10.0], [3.0, 30.0]]), 8) if calibrated else None
+    prediction = make_prediction(normal(4, 2), 0.3 * normal(8, 4, 2, seed=1), Gaussian(4.0), conformal=scores)
+    lower, upper = prediction.interval((0.5, 0.75))
+    assert lower.shape == (2, 4, 2)
+    for number, level in enumerate((0.5, 0.75)):
+        for found, expected in zip((lower[number], upper[number]), prediction.interval(level), strict=True):
+            assert torch.equal(found, expected)
+    for wrong in ((0.5, 1.5), (), "0.5"):
+        with pytest.raises((TypeError, ValueError), match="level"):
+            prediction.interval(wrong)
+
+
 def test_sets_without_calibration_are_the_most_probable_classes() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.2], [0.96, 0.03, 0.01], [0.2, 0.3, 0.5]]).log()
     prediction = make_prediction(logits, torch.zeros(2, 3, 3), Categorical())
