@@ -196,7 +196,7 @@ def verdicts(rows: Sequence[Row]) -> str:
 def in_short(rows: Sequence[Row]) -> str:
     """What a temperature, the last layer and all weights give with validation data, and what each takes."""
     rows = [row for row in rows if row["accuracy"] is not None]
-    alone = mean(row["seconds_predict"] for row in rows if row["method"] == "MAP")
+    times = {row["case"]: row["seconds_predict"] for row in rows if row["method"] == "MAP"}
     sentences = []
     for method, name in (
         ("temperature scaling", "A temperature"),
@@ -210,6 +210,7 @@ def in_short(rows: Sequence[Row]) -> str:
         cost, time = (
             mean(row[n] for row in rows if row["method"] == method) for n in ("epochs_fit", "seconds_predict")
         )
+        alone = mean(times[row["case"]] for row in rows if row["method"] == method)
         if gain is not None and time is not None and alone:
             sentences.append(
                 f"{name} gives {gain:+.3f} nats on test data and {text(shifted, 2, '+')} under corruption, and tells "
