@@ -97,7 +97,7 @@ def run(
     model = train(x, y, epochs)
     print(f"trained in {time.process_time():.0f} s", flush=True)
     # Few weights and many pixels: a column of the Jacobian for each weight, by forward mode, and dense algebra. The
-    # mode of this linear model is sharper than the network, so curvature there says little (docs/guide.md).
+    # mode of this linear model is sharper than the network, so curvature there says little.
     la = LinearisedLaplace(
         model,
         Categorical(class_dim=1),

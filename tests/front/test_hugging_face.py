@@ -24,10 +24,10 @@ def example() -> dict:
         return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "lora.py"))
 
 
-def test_the_example_is_shown_in_the_guide() -> None:
+def test_the_example_is_shown_on_the_page_on_large_models() -> None:
     """A formatter once took the line that includes it for Python."""
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-    assert '--8<-- "examples/lora.py:example"' in guide
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "large_models.md").read_text()
+    assert '--8<-- "examples/lora.py:example"' in page
 
 
 def test_the_example_runs_with_lora_weights_only(example: dict) -> None:

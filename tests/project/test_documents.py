@@ -74,6 +74,23 @@ def test_code_of_a_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: py
     _run_code_of(name)
 
 
+GUIDES = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("learn", "howto")
+    for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+    if "```python\n" in path.read_text()
+]
+# What a guide imports beyond the libraries of the tests; it is of the tier `slow`.
+IMPORTS = {"docs/howto/gp_bo.md": "botorch"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in IMPORTS)) for n in GUIDES])
+def test_code_of_guides_runs_as_it_stands(name: str) -> None:
+    if name in IMPORTS:
+        pytest.importorskip(IMPORTS[name])
+    _run_code_of(name)
+
+
 def test_documents_name_commands_that_exist() -> None:
     texts = [
         ROOT / "README.md",
