@@ -39,7 +39,8 @@ class Process(gpytorch.models.ExactGP):
         self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), kernel(x.shape[1])
 
     def forward(self, x: Tensor) -> Any:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+        mean: Any = self.mean_module(x)
+        return gpytorch.distributions.MultivariateNormal(mean, self.covar_module(x))
 
 
 def standardised(split: Split) -> tuple[Tensor, ...]:
@@ -96,7 +97,7 @@ def rows(split: Split, num_samples: int, steps: int) -> Iterator[list[str]]:
         loss = 0.5 * (error / variance + (2 * torch.pi * variance).log()).mean()
         return [name, f"{float(error.mean().sqrt()):.3f}", f"{float(loss):.3f}", f"{minutes:.2f}", cost]
 
-    model = Process(x[order[:TUNED]], y[order[:TUNED]]).double()
+    model: Any = Process(x[order[:TUNED]], y[order[:TUNED]]).double()
     start = time.perf_counter()
     tuned = tune(model)
     cost = f"{tuned.evaluations} evaluations, noise {float(model.likelihood.noise.detach()):.2g}"

@@ -88,7 +88,9 @@ class _LaplaceEstimator(BaseEstimator):
         check_whole(f"`{name}(max_epochs=...)`", self.max_epochs, 0)
         check_positive(f"`{name}(lr=...)`", self.lr)
         check_whole(f"`{name}(batch_size=...)`", self.batch_size, 1)
-        if self.weight_decay != "auto" and not (isinstance(self.weight_decay, Real) and self.weight_decay >= 0):
+        if self.weight_decay != "auto" and not (
+            isinstance(self.weight_decay, float | int | np.number) and self.weight_decay >= 0
+        ):
             raise ValueError(
                 f'`{name}(weight_decay=...)` must be "auto" or a number of at least 0, but is {self.weight_decay!r}.'
             )
@@ -101,6 +103,7 @@ class _LaplaceEstimator(BaseEstimator):
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             held_out = math.ceil(self.conformal * len(x))
+            held_out_x, held_out_y = x[:held_out], y[:held_out]
             if held_out:
                 if held_out > len(x) - 2:
                     raise ValueError(
@@ -108,12 +111,8 @@ class _LaplaceEstimator(BaseEstimator):
                         "network: give a smaller share, or more data."
                     )
                 order = torch.randperm(len(x)).numpy()
-                x, y, held_out_x, held_out_y = (
-                    x[order[held_out:]],
-                    y[order[held_out:]],
-                    x[order[:held_out]],
-                    y[order[:held_out]],
-                )
+                held_out_x, held_out_y = x[order[:held_out]], y[order[:held_out]]
+                x, y = x[order[held_out:]], y[order[held_out:]]
             network = self._made(x, y if regression else None, num_outputs)
             inputs = _inputs(network, x)
             with torch.no_grad():

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -282,6 +282,7 @@ class _Intervals(Prediction):
         if isinstance(level, Sequence) and not isinstance(level, str) and len(level):
             lower, upper = zip(*map(self.interval, level), strict=True)
             return torch.stack(lower), torch.stack(upper)
+        level = cast(float, level)  # anything else is refused by its value
         mean, variance = self.mean, self.observation_variance
         conformal = self._conformal_at("interval(level)", level, mean.shape[1:].numel())
         if conformal is None:
