@@ -132,10 +132,11 @@ def on_pre_build(config: MkDocsConfig) -> None:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages into the section `API` of the navigation."""
-    for entry in config.nav or []:
-        if isinstance(entry, dict) and "API" in entry:
-            entry["API"] = ["api/index.md", *({title: page_of(module)} for title, module in MODULES.items())]
+    """Put the pages into the section `API` of the navigation, which is within another one."""
+    for section in config.nav or []:
+        for entry in (entry for entries in section.values() if isinstance(entries, list) for entry in entries):
+            if isinstance(entry, dict) and "API" in entry:
+                entry["API"] = ["api/index.md", *({title: page_of(module)} for title, module in MODULES.items())]
     return config
 
 

@@ -36,7 +36,7 @@ from laplace_sampling.networks.random_weights import Subset, of_some_weights
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.novelty_by_data import novelty_at, novelty_by
 from laplace_sampling.posterior import Fitted, NotFittedError, Posterior, evidence_of, leave_one_out_of, warmed, warn_of
-from laplace_sampling.predict import check_options, checked_inputs, predict, samples_for
+from laplace_sampling.predict import check_options, checked_inputs, predict, prior_deviations, samples_for
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
@@ -705,6 +705,26 @@ class LinearisedLaplace:
         check_whole("`sample(num_samples)`", num_samples, 1)
         fit, _ = self._with_data("sample")
         return self.network.to_weights(fitted.new_samples(fit, self.settings, num_samples))
+
+    @solver_call
+    def sample_prior(self, x: Any, num_samples: int = 16) -> Float[Tensor, "K N ..."]:
+        """Deviations `φ(x) θ_k` of the outputs, `θ_k ~ N(0, A⁻¹)`: what functions the fitted prior takes for likely.
+
+        They start from the same noise as the first samples of the posterior. Several heads are flat, one after another.
+
+        Args:
+            x: inputs as for `predict`.
+            num_samples: `K`.
+
+        Raises:
+            NotFittedError: before a fit.
+            ValueError: for inputs that `predict` does not take, or if the model has changed.
+        """
+        posterior = self._require("sample_prior").posterior
+        check_whole("`sample_prior(num_samples=...)`", num_samples, 1)
+        self._check_network("sample_prior")
+        x = checked_inputs(x, "sample_prior")
+        return prior_deviations(self.network, posterior, x, num_samples, self.settings.seed)
 
     @solver_call
     def log_marginal_likelihood(self, at: str = "mode") -> MarginalLikelihood:

@@ -25,6 +25,7 @@ from laplace_sampling.data.batches import (
 )
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ObservedFeatures, features_at
 from laplace_sampling.linear_model.linear_model import noise_weights
 from laplace_sampling.methods.method import Fit
@@ -186,6 +187,17 @@ def predict(
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,
     )
+
+
+def prior_deviations(
+    network: Linearisation, posterior: Posterior, x: Any, num_samples: int, seed: int
+) -> Float[Tensor, "K N ..."]:
+    """`φ(x) θ_k`, `θ_k ~ N(0, A⁻¹)`: the prior draws `θ⁰` that samples start from."""
+    x, prior = place(x, network.device, network.dtype), posterior.prior
+    white = Draws(num_samples, seed, Stream.SAMPLES).prior(network.num_parameters).to(network.device, network.dtype)
+    outputs = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)[0]
+    weights = white * (prior.scale / prior.spread().sqrt()).to(white)
+    return _deviations(network, x, weights, outputs, posterior.rows).reshape(num_samples, *outputs.shape)
 
 
 def draws_are_cheap(network: Linearisation, num_outputs: int, num_samples: int) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from benchmarks.tomography.networks import UNet, residuals, trained
 from benchmarks.tomography.problems import Problem
 from benchmarks.tomography.scores import Estimate
-from laplace_sampling import Gaussian, LinearisedLaplace
+from laplace_sampling import FilterwisePrior, Gaussian, LinearisedLaplace
+from laplace_sampling import Prior as WeightPrior
 
 # Channels of noise as an input.
 _NOISE_CHANNELS = 8
@@ -39,7 +40,7 @@ class Settings:
     steps: int = 1500
     rate: float = 1e-3
     samples: int = 256
-    prior: str = "g-prior"
+    prior: str | WeightPrior = "g-prior"
     method: str = "auto"
 
 
@@ -92,6 +93,13 @@ def linearised(problem: Problem, prior: Prior, settings: Settings, noise: float 
         "converged": bool(la.converged_),
     }
     return Estimate(prior.mean, deviations, noise, facts)
+
+
+def filterwise(settings: Settings, total_variation: float | None = None) -> FilterwisePrior:
+    """A lengthscale for each resolution of the U-Net, down and up."""
+    numbers = range(settings.scales - 1)
+    blocks = ("first", *(f"down.{n}" for n in numbers), *(f"up.{n}" for n in numbers))
+    return FilterwisePrior(blocks=blocks, total_variation=total_variation)
 
 
 def dropout(problem: Problem, prior: Prior, settings: Settings, noise: float) -> Estimate:

@@ -14,6 +14,7 @@ from benchmarks.tomography.contenders import Prior, Settings
 from benchmarks.tomography.networks import residuals
 from benchmarks.tomography.problems import Problem
 from benchmarks.tomography.scores import Estimate, constants
+from laplace_sampling import Prior as WeightPrior
 
 DROPOUT = 0.05
 # Reconstructions from other initial weights, and parts of the angles that networks are trained without in turn.
@@ -67,7 +68,7 @@ class Study:
         """What makes each estimate, by its name."""
         problem, settings = self.problem, self.settings
 
-        def again(prior: str = settings.prior, **other: Any) -> Estimate:
+        def again(prior: str | WeightPrior = settings.prior, **other: Any) -> Estimate:
             """Linearised with another prior, or about another network."""
             net = Prior.of(problem, settings, **other) if other else self.prior
             return contenders.linearised(problem, net, replace(settings, prior=prior), self.noise)
@@ -88,6 +89,7 @@ class Study:
         }
         if self.what == "letters":
             found["linearised, noise as input"] = lambda: again(noise=True)
+            found["linearised, filter-wise"] = lambda: again(contenders.filterwise(settings))
         return found
 
 

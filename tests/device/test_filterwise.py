@@ -26,7 +26,9 @@ def test_numbers_are_those_of_the_cpu(method: str, tmp_path) -> None:
         again = LinearisedLaplace.load(tmp_path / "la.pt", network, likelihood=likelihood)
         assert_close(again.predict(z).deviations, la.predict(z).deviations)
         blocks = torch.tensor(list(la.posterior_.prior.blocks.values()))
-        return [t.cpu() for t in (blocks, la.samples_, la.mode_, la.sample(1), la.predict(z).deviations)]
+        return [
+            t.cpu() for t in (blocks, la.samples_, la.mode_, la.sample(1), la.sample_prior(z), la.predict(z).deviations)
+        ]
 
     expected = numbers(copy.deepcopy(model))
     with pretended_device() as device:

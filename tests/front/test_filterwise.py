@@ -103,6 +103,15 @@ def test_covariances_are_those_of_dense_algebra(method: str) -> None:
         assert_close(la.mode_, shift @ residual, **CLOSE)
 
 
+def test_draws_of_the_prior_have_its_covariance() -> None:
+    model, z, T, _, y = one_image(8)
+    la = LinearisedLaplace(model, Gaussian(NOISE, observe=T), prior=PRIOR, num_samples=4).fit([(z, y)], progress=False)
+    J, root = reference.jacobian(model, z)[0], torch.linalg.cholesky(of_prior(model))
+    white = Draws(3, 0, Stream.SAMPLES).prior(J.shape[1]).double()
+    assert_close(la.sample_prior(z, 3).flatten(1), white @ root.mT @ J.mT, **CLOSE)
+    assert la.sample_prior(z, 3).shape == (3, *model(z).shape)
+
+
 def test_short_lengthscales_are_independent_weights() -> None:
     model, z, T, _, y = one_image(8)
     found = [
