@@ -49,11 +49,12 @@ class Prediction(ABC):
     """
 
     outputs: Tensor
-    sampled: Tensor | None
+    # Of all that makes covariances, printing shows nothing.
+    sampled: Tensor | None = field(repr=False)
     likelihood: Likelihood
-    function: FunctionCovariance | None = field(default=None, kw_only=True)
-    conformal: SplitConformal | None = field(default=None, kw_only=True)
-    ranks: Tensor | None = field(default=None, kw_only=True)
+    function: FunctionCovariance | None = field(default=None, kw_only=True, repr=False)
+    conformal: SplitConformal | None = field(default=None, kw_only=True, repr=False)
+    ranks: Tensor | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def novelty(self) -> Float[Tensor, " N"]:
@@ -324,7 +325,7 @@ class RegressionPrediction(_Intervals):
         if not self.has_noise:
             raise ValueError(
                 "The noise is that of the measurements `y = T f(x) + noise`, not of the outputs: `predict(x, "
-                "observed=True)` predicts measurements."
+                "observed=True)` predicts measurements. Intervals of the outputs are `mean ± z * stddev`."
             )
         variance = 1 / self.likelihood.precision(self.outputs)
         variance = variance.reshape(self.outputs.shape[1:]) if variance.numel() > 1 else variance

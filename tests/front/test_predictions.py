@@ -56,3 +56,13 @@ def test_kernels_of_a_prediction_beside_those_of_its_products() -> None:
     beside -= kernels_of(lambda: la.network.evaluate(one))
     # The seal takes one product for each large block and three for all small tensors, and a detached view of none.
     assert beside <= 30
+
+
+@pytest.mark.parametrize("name", ["regression", "classification"])
+def test_a_printed_prediction_shows_its_outputs_and_nothing_of_the_training_data(name: str) -> None:
+    la, x = fitted(name, method="exact")
+    pred = la.predict(x[:2])
+    shown = repr(pred)
+    assert shown.startswith(f"{type(pred).__name__}(outputs=tensor(")
+    assert "function" not in shown
+    assert "sampled" not in shown

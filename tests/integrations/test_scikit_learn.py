@@ -106,7 +106,7 @@ def test_samples_are_joint() -> None:
 def test_several_targets_have_a_noise_each() -> None:
     rng = np.random.RandomState(1)
     y = np.stack([Y, 100 * X[:, 2] + 20 * rng.randn(40)], 1)
-    regressor = LaplaceRegressor(lr=0.01, num_samples=8).fit(X, y)
+    regressor = LaplaceRegressor(lr=0.01, num_samples=8, weight_decay=0.0).fit(X, y)
     mean, std = regressor.predict(NEW, return_std=True)
     assert mean.shape == std.shape == (6, 2)
     noise = regressor.laplace_.noise_precision_
