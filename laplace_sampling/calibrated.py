@@ -309,12 +309,24 @@ def enough(numbers: int, most: int | None = None) -> int:
     return max(1, min(_ENOUGH if most is None else most, _NUMBERS // numbers))
 
 
+def _are_probabilities(likelihood: Likelihood, outputs: Float[Tensor, "N C"]) -> bool:
+    """Whether outputs that should be logits have been through a softmax."""
+    if not isinstance(likelihood, Categorical) or len(likelihood.shape or (1,)) > 1 or len(outputs) < 2:
+        return False
+    return bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < 1e-3).all())
+
+
 def calibration_of(fit: Fit, tangent: TangentModel, held_out: bool) -> tuple[Calibration, list[str]]:
     """The calibration of a fit before held-out data change it, and what is wrong with the error bars.
 
     A criterion may have chosen it together with the prior precision.
     """
     together, likelihood = fit.found.calibration, fit.model.likelihood
+    if _are_probabilities(likelihood, fit.model.network_outputs):
+        return together or Calibration(), [
+            "The outputs of the network are probabilities, of which those of each datum sum to one, but the likelihood "
+            "takes logits: leave out the softmax at the end of the network."
+        ]
     if together is not None:
         return together, []
     if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:

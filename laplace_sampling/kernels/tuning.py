@@ -81,7 +81,7 @@ def tune(
         >>> x = torch.rand(300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         >>> model = Model(x, (6 * x[:, 0]).sin()).double()
         >>> found = tune(model)
-        >>> found.gain > 0.5, found.converged, float(model.likelihood.noise) < 0.01
+        >>> found.gain > 0.5, found.converged, model.likelihood.noise.item() < 0.01
         (True, True, True)
         >>> posterior = condition(model)
 

@@ -417,12 +417,14 @@ class Shell:
                 raise
             own = " and ".join(sorted({str(p.dtype) for p in self.module.parameters()}))
             given = ", ".join(f"{list(t.shape)} in {t.dtype}" for t in batched(x)[0])
-            advice = f"Inputs are converted by `x.to({self.module_dtype})`; numbers of numpy are in float64."
+            advice = f"Convert inputs by `x.to({self.module_dtype})`; numbers of numpy are in float64."
+            if all(t.dtype == self.module_dtype for t in batched(x)[0]):
+                advice = "The first axis of inputs is that of the batch, which a single input gets by `x[None]`."
             if "does not require grad" in str(error):
                 advice = "Put `with torch.enable_grad():` around what the network differentiates in its forward."
             raise ValueError(
                 f"{type(self.module).__name__}, whose weights are in {own}, fails on inputs of shape {given}. torch "
-                f"says: {error} {advice}"
+                f"says: {str(error).rstrip('. ')}. {advice}"
             ) from error
 
     def plain_gradient(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, " Q"]:

@@ -162,7 +162,7 @@ def plot_ood(
     scores = {name: _scores(name, pred, score) for name, pred in given.items()}
     ax, curve = panels(axes_of("plot_ood", ax, (8, 3.6)), 1, 2)
     values = np.concatenate([*scores.values()])
-    log = bool((values > 0).all())
+    log = score != "novelty" and bool((values > 0).all())  # which is between 0 and 1
     edges = np.histogram_bin_edges(np.log(values) if log else values, num_bins)
     edges = np.exp(edges) if log else edges
     edges[0], edges[-1] = min(edges[0], values.min()), max(edges[-1], values.max())  # not rounded past an end

@@ -1,6 +1,7 @@
 """A warning is for what users should act on; what else there is to know is a line of `print(la)`."""
 
 import copy
+import warnings
 from functools import cache
 
 import pytest
@@ -146,3 +147,19 @@ def test_a_classification_without_error_bars_says_so() -> None:
     la.fit_hyperparameters(train, test, progress=False)
     print(f"γ with held-out data {float(la.effective_dimension_):.3g}")
     assert "negligible" not in str(la)
+
+
+def test_a_network_that_ends_in_a_softmax_is_told_by_its_outputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 2, generator=generator), torch.arange(30) % 3
+    layers = nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)
+    with pytest.warns(CalibrationWarning, match="softmax"):
+        LinearisedLaplace(nn.Sequential(*layers, nn.Softmax(-1)), "classification").fit_hyperparameters(
+            [(x, y)], progress=False
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "With its error bars")
+        LinearisedLaplace(nn.Sequential(*layers, nn.LogSoftmax(-1)), "classification").fit_hyperparameters(
+            [(x, y)], progress=False
+        )
