@@ -180,6 +180,11 @@ class Categorical(Labels):
             # A wrong `class_dim` is the usual reason: try the other axes.
             fitting = [n for n, shape in shapes.items() if shape == list(y.shape)]
             cure = f" They fit classes on axis {fitting[0]}: `Categorical(class_dim={fitting[0]})`." if fitting else ""
+            if fitting and fitting[0] == len(output_shape) - 1 == 2:
+                cure += (
+                    " The labels of a causal language model are shifted by one besides: `data=Data(unpack=next_token)`, "
+                    "from `laplace_sampling.integrations.transformers`."
+                )
             raise ValueError(
                 f"Class labels must have shape {shapes[axis]} for outputs {list(output_shape)} with the classes on "
                 f"axis {axis}, but have {list(y.shape)}.{cure}"
