@@ -182,7 +182,7 @@ class Categorical(Labels):
             cure = f" They fit classes on axis {fitting[0]}: `Categorical(class_dim={fitting[0]})`." if fitting else ""
             if fitting and fitting[0] == len(output_shape) - 1 == 2:
                 cure += (
-                    " The labels of a causal language model are shifted by one besides: `data=Data(unpack=next_token)`, "
+                    " Labels of a causal language model are shifted by one besides: `data=Data(unpack=next_token)`, "
                     "from `laplace_sampling.integrations.transformers`."
                 )
             raise ValueError(

@@ -288,7 +288,7 @@ def test_what_cannot_be_tuned_is_refused_with_the_cure() -> None:
     assert tune(model(kernels.CosineKernel(active_dims=[0]))).gain > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tuned_evidence_of_two_thousand_data() -> None:
     """Within .02 nats per datum of the exact evidence's."""
     peers = [with_start(model(three_parts(), 2000), 0.7) for _ in range(2)]

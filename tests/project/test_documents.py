@@ -54,7 +54,7 @@ def test_code_of_the_first_pages_runs_as_it_stands(name: str, capsys: pytest.Cap
     assert "torch.Size([64, 3, 2])" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the build of the documentation draws them as well
 def test_code_of_plots_draws_the_pictures_of_the_page() -> None:
     plt = pytest.importorskip("matplotlib.pyplot", reason="the extra `plots` is not installed")
     plt.switch_backend("Agg")

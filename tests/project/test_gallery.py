@@ -27,7 +27,7 @@ def test_a_page_asks_a_question_and_shows_the_picture_of_its_script(name: str) -
     assert f"- gallery/{name}.md" in (ROOT / "mkdocs.yml").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # `.ci/run` builds the documentation, which runs them
 @pytest.mark.parametrize("name", [name for name, scripts in SCRIPTS.items() if scripts])
 def test_script_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     for library in ("matplotlib", "sklearn", *NEEDS.get(name, ())):
