@@ -158,7 +158,8 @@ def evaluate(
         num_data += len(pred.outputs)
         for name, row in _rows(la, pred, own).items():
             parts.setdefault(name, []).append(kind.of(row, of_likelihood, targets))
-            inside.setdefault(name, []).append(_strangeness(row)[1])
+            if other is not None:
+                inside.setdefault(name, []).append(_strangeness(row)[1])
     if not parts:
         raise ValueError("`evaluate(test_loader)` needs test data, but the loader has none.")
     table = {name: kind.joined(of_row).scores(metrics) for name, of_row in parts.items()}

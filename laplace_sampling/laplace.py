@@ -534,6 +534,7 @@ class LinearisedLaplace:
         num_samples: int | None = None,
         outputs: Sequence[str] | None = None,
         *,
+        level: float | None = None,
         example: Any = None,
     ) -> PosteriorModule:
         r"""The network with its error bars as one `nn.Module`, for `torch.export`, ONNX, `torch.compile` and servers.
@@ -555,6 +556,8 @@ class LinearisedLaplace:
             num_samples: use only the first so many of `samples_`.
             outputs: names of attributes of predictions, such as `"probs"`, `"mean"`, `"samples"`, `"entropy"`. By
                 default `"probs"` or `"mean"`, and `"stddev"` and `"epistemic"` where predictions have them.
+            level: adds `"lower"` and `"upper"`, the ends of `interval(level)`, for a regression, or `"set"`, that of
+                `prediction_set(level)`, for a classification; after `calibrate_conformal` they have its guarantee.
             example: inputs of `predict`, with which the network is traced and the module checked. By default the few
                 training data that the posterior keeps to recognise its network.
 
@@ -562,11 +565,14 @@ class LinearisedLaplace:
             NotFittedError: before a fit.
             ValueError: for a name that predictions do not have; for a network of several heads; for a network that
                 torch does not export, or with an operation without a rule, which is named; if the module does not
-                compute what `predict` does; if an example is needed.
+                compute what `predict` does; if an example is needed; for a level of other likelihoods, or one after
+                `calibrate_conformal` where the module has samples in place of the covariance that `predict` knows.
         """
         fitted = self._drawn("to_module")
         self._check_network("to_module")
-        return module_of(self.network, self.settings, fitted.posterior, fitted.fit, num_samples, outputs, example)
+        return module_of(
+            self.network, self.settings, fitted.posterior, fitted.fit, num_samples, outputs, example, level
+        )
 
     # Held-out data ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from laplace_sampling.networks.products import difference, rounding
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.prediction import Prediction, check_quantities
+from laplace_sampling.predictions.prediction import Prediction, at_level, check_quantities
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.solver import progress_bar
 
@@ -34,6 +34,7 @@ def module_of(
     num_samples: int | None,
     outputs: Sequence[str] | None,
     example: Any,
+    level: float | None,
 ) -> PosteriorModule:
     """What `to_module` returns; its arguments are the last ones."""
     names = check_quantities("to_module", outputs, settings.likelihood)
@@ -64,11 +65,20 @@ def module_of(
         curvature=posterior.curvature,
         prior=posterior.prior,
         has_noise=settings.observation is None,
+        level=level,
+        conformal=posterior.conformal,
     )
     _check_program(module, x, plain)
     if plain.function is not None and not module.exact:
+        if level is not None and posterior.conformal is not None:
+            raise ValueError(
+                "`to_module(level=...)`: `calibrate_conformal` saw error bars that this posterior knows without "
+                "samples, and those of the module are of samples, so that its guarantee would not hold. Export a "
+                'posterior of the last layer (`parameters="last_layer"`) or one of `method="stochastic"`, or leave '
+                "`level` out and take the quantile of scores that the module gives on held-out data."
+            )
         expected = predict(network, posterior, fit, x, num_samples=num_samples, seed=settings.seed)
-        _tell_of_noise(module, x, expected, num_samples)
+        _tell_of_noise(module, x, expected, num_samples, level)
     return module
 
 
@@ -143,9 +153,12 @@ def _check_program(module: PosteriorModule, x: Any, plain: Prediction) -> None:
 
 
 @torch.no_grad()
-def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction, num: int) -> None:
+def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction, num: int, level: float | None) -> None:
     """A notice if outputs are those of samples, where `predict` has covariances without."""
-    pairs = [(name, value, getattr(expected, name)) for name, value in module(x).items()]
+    known = at_level(expected, level)
+    pairs = [
+        (name, value, known[name] if name in known else getattr(expected, name)) for name, value in module(x).items()
+    ]
     if noisy := [f"`{name}`" for name, a, b in pairs if not difference(a, b) <= rounding(b.dtype)]:  # also if NaN
         warnings.warn(
             f"`to_module`: {', '.join(noisy)} of the module are those of {num} samples, by which standard deviations "

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.last_layer import LastLayer, LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
-from laplace_sampling.predictions.prediction import make_prediction
+from laplace_sampling.predictions.prediction import at_level, make_prediction, names_at
 from laplace_sampling.solvers.preconditioners import Curvature
 
 
@@ -73,6 +75,8 @@ class PosteriorModule(nn.Module):
         curvature: Curvature | None = None,
         prior: GaussianPrior | None = None,
         has_noise: bool = True,
+        level: float | None = None,
+        conformal: SplitConformal | None = None,
     ) -> "PosteriorModule":
         """The module of a posterior.
 
@@ -86,6 +90,8 @@ class PosteriorModule(nn.Module):
             curvature: the curvature of a factored posterior.
             prior: the prior of a factored posterior.
             has_noise: whether targets are noisy outputs, and not measurements of them.
+            level: the probability of intervals or sets, which the module returns as well.
+            conformal: scores of held-out data for these.
 
         Raises:
             ValueError: for a network of several heads, and for one that cannot be traced.
@@ -108,15 +114,27 @@ class PosteriorModule(nn.Module):
             program = HeadProgram(network.module, name, head, samples, root)
         else:
             program = _Traced(network, samples, x)
-        return cls(program, _Formulas(outputs, likelihood, calibration, has_noise), x)
+        conformal = None if conformal is None else replace(conformal, scores=conformal.scores.to(network.device))
+        formulas = _Formulas(outputs, likelihood, calibration, has_noise, level, conformal)
+        return cls(program, formulas, x)
 
 
 class _Formulas(nn.Module):
     """What is asked of predictions, from outputs and deviations."""
 
-    def __init__(self, names: Sequence[str], likelihood: Likelihood, calibration: Calibration, has_noise: bool) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        likelihood: Likelihood,
+        calibration: Calibration,
+        has_noise: bool,
+        level: float | None,
+        conformal: SplitConformal | None,
+    ) -> None:
         super().__init__()
-        self.names, self.has_noise, self.likelihood = tuple(names), has_noise, calibration.likelihood(likelihood)
+        self.plain, self.names, self.level = tuple(names), (*names, *names_at(level, likelihood)), level
+        self.has_noise, self.likelihood = has_noise, calibration.likelihood(likelihood)
+        self.conformal = None if conformal is None or level is None else _Limit.of(conformal, level)
         self.scale, self.temperature = calibration.scale / calibration.temperature**2, calibration.temperature
 
     def forward(self, outputs: Tensor, deviations: Tensor, variance: Tensor | None) -> dict[str, Tensor]:
@@ -128,8 +146,15 @@ class _Formulas(nn.Module):
             variance = None if variance is None else self.scale * variance
         likelihood = self.likelihood.bind(Layout.single(outputs.shape[1:]))
         function = None if variance is None else _Variances(variance)
-        prediction = make_prediction(outputs, deviations, likelihood, function=function, has_noise=self.has_noise)
-        return {name: getattr(prediction, name) for name in self.names}
+        prediction = make_prediction(
+            outputs,
+            deviations,
+            likelihood,
+            function=function,
+            conformal=self.conformal,
+            has_noise=self.has_noise,
+        )
+        return {name: getattr(prediction, name) for name in self.plain} | at_level(prediction, self.level)
 
 
 class _Traced(nn.Module):
@@ -175,6 +200,18 @@ class _Variances(FunctionCovariance):
         raise NotImplementedError("An exported posterior has variances of its outputs, and no covariances.")
 
     joint = blocks
+
+
+class _Limit(SplitConformal):
+    """The score that new targets stay below at one level, without those that it is one of."""
+
+    @classmethod
+    def of(cls, conformal: SplitConformal, level: float) -> "_Limit":  # pyright: ignore[reportIncompatibleMethodOverride]
+        largest = conformal.largest(level)[None]
+        return cls(largest, conformal.num_data, conformal.num_samples, conformal.penalty)
+
+    def largest(self, level: float) -> Tensor:
+        return self.scores[0]
 
 
 # ONNX -----------------------------------------------------------------------------------------------------------------

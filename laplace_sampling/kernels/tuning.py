@@ -153,7 +153,7 @@ def tune(
 
 
 class Hyperparameters:
-    """Those of a copy of a model as one vector without constraints, and its data.
+    """The hyperparameters of a copy of a model as one vector without constraints, and its data.
 
     What is positive is taken by its logarithm, and what lies between two bounds by that of the ratio of the distances
     from both, whether GPyTorch has a constraint as a transform or (as BoTorch's are) as bounds for the optimiser.

@@ -15,6 +15,7 @@ from laplace_sampling.plots.drawing import (
     RED,
     SEVERAL,
     Axes,
+    Regression,
     as_array,
     axes_of,
     check_kind,
@@ -22,14 +23,7 @@ from laplace_sampling.plots.drawing import (
     named,
     panels,
 )
-from laplace_sampling.predictions.prediction import (
-    ClassificationPrediction,
-    HeteroscedasticPrediction,
-    Prediction,
-    RegressionPrediction,
-)
-
-Regression = RegressionPrediction | HeteroscedasticPrediction
+from laplace_sampling.predictions.prediction import ClassificationPrediction, Prediction
 
 
 def plot_rejection(pred: Any, y: Any, ax: Axes = None) -> Axes:

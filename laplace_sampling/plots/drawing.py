@@ -5,7 +5,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from laplace_sampling.predictions.prediction import HeteroscedasticPrediction, RegressionPrediction
+
 Axes = Any  # of matplotlib, which may not be there
+Regression = RegressionPrediction | HeteroscedasticPrediction
 
 # Colours of Okabe and Ito, which stay apart for the colour-blind; their lightness differs, so that grey prints do, too.
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "0.45"

@@ -16,6 +16,7 @@ from laplace_sampling.plots.drawing import (
     RED,
     SEVERAL,
     Axes,
+    Regression,
     as_array,
     axes_of,
     check_kind,
@@ -24,14 +25,8 @@ from laplace_sampling.plots.drawing import (
     named,
     panels,
 )
-from laplace_sampling.predictions.prediction import (
-    ClassificationPrediction,
-    HeteroscedasticPrediction,
-    Prediction,
-    RegressionPrediction,
-)
+from laplace_sampling.predictions.prediction import ClassificationPrediction, Prediction
 
-Regression = RegressionPrediction | HeteroscedasticPrediction
 # Of a classification: what is claimed, and what is found.
 _OF_CLASSES = ("probability of the predicted class", "share of right labels")
 

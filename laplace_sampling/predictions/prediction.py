@@ -744,6 +744,32 @@ def check_quantities(call: str, names: Sequence[str] | None, likelihood: Likelih
     return names
 
 
+def names_at(level: float | None, likelihood: Likelihood) -> tuple[str, ...]:
+    """The names of what `at_level` returns."""
+    if level is None:
+        return ()
+    check_level("to_module(level=...)", level)
+    kind = kind_of(likelihood)
+    if issubclass(kind, RegressionPrediction | HeteroscedasticPrediction):
+        return "lower", "upper"
+    if issubclass(kind, ClassificationPrediction):
+        return ("set",)
+    raise ValueError(
+        "`to_module(level=...)` is for the intervals of a regression and the sets of a classification, but the "
+        f"likelihood is {likelihood.name!r}."
+    )
+
+
+def at_level(prediction: Prediction, level: float | None) -> dict[str, Tensor]:
+    """The ends of intervals of a regression, or the sets of a classification, by their names in an exported module."""
+    if level is None:
+        return {}
+    if isinstance(prediction, RegressionPrediction | HeteroscedasticPrediction):
+        return dict(zip(("lower", "upper"), prediction.interval(level), strict=True))
+    assert isinstance(prediction, ClassificationPrediction)
+    return {"set": prediction.prediction_set(level)}
+
+
 def make_prediction(
     outputs: Float[Tensor, "N *C"],
     sampled: Float[Tensor, "K N *C"] | None,

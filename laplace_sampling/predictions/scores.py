@@ -46,7 +46,7 @@ SCORES: dict[str, tuple[str, bool | None]] = {
 class _Joined:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Those of several batches."""
+        """Joins what several batches give to score."""
         return cls(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})  # type: ignore[arg-type]
 
 
@@ -92,7 +92,7 @@ class ClassScores(_Joined):
 
 
 class BinaryScores(ClassScores):
-    """Of labels of zero and one, in the conventions for the probability of one."""
+    """Labels of zero and one, scored in the conventions for the probability of one."""
 
     def scores(self, metrics: ModuleType) -> dict[str, float]:
         found, one = super().scores(metrics), self.log_probs[:, 1].exp()

@@ -71,6 +71,19 @@ def test_a_posterior_of_any_kernel(solver: str) -> None:
     same_on_both(posterior, gp)
 
 
+@pytest.mark.parametrize("inducing", [8, inputs(8, seed=3)], ids=["number", "points"])
+def test_inducing_points_of_a_process(inducing: int | Tensor) -> None:
+    """Points that are given are on the CPU, the model on the device."""
+    gp = model(KERNELS["network and rest"](), n=60, noise=0.3)
+
+    def posterior(gp: nn.Module) -> dict[str, Tensor]:
+        posterior = condition(cast(Any, gp), 3, inducing=inducing)
+        x = inputs(5, seed=2)
+        return {"samples": posterior.samples(x), "mean": posterior.mean(x), "log_prob": posterior.log_prob(x, x[:, 0])}
+
+    same_on_both(posterior, gp)
+
+
 @pytest.mark.parametrize("method", ["exact", "pathwise"])
 def test_hyperparameters_of_a_process(method: str) -> None:
     gp = model(KERNELS["network and rest"](), n=30, noise=0.3)

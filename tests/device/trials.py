@@ -234,6 +234,10 @@ def plots(s: Session) -> None:
     if isinstance(pred, RegressionPrediction | ClassificationPrediction):
         plots.plot_ood(pred, pred)
         plots.plot_reliability(pred, s.y)
+        plots.plot_rejection(pred, s.y)
+        plots.plot_most_unsure(pred, torch.rand(len(s.x), 4, 4))
+    if isinstance(pred, ClassificationPrediction):
+        plots.plot_prediction_sets(pred)
     if isinstance(pred, RegressionPrediction):
         plots.plot_error_bars(pred, output=0)
     pyplot.close("all")

@@ -4,6 +4,7 @@ import copy
 import io
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,61 @@ def test_the_first_samples_and_the_usual_outputs() -> None:
     assert_close(module(x)["probs"], pred.probs)
     assert la.to_module(outputs="samples", num_samples=2)(x)["samples"].shape == (2, 8, 3)
     assert fitted("mlp", "regression", **LAST)[0].to_module().outputs == ("mean", "stddev", "epistemic")
+
+
+# The networks are not trained.
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
+@pytest.mark.parametrize(
+    ("likelihood", "conformal", "penalty"),
+    [
+        ("regression", False, None),
+        ("regression", True, None),
+        ("binary", False, None),
+        ("classification", True, None),
+        ("classification", True, 0.1),
+    ],
+)
+def test_intervals_and_sets_of_a_level(likelihood: str, conformal: bool, penalty: float | None) -> None:
+    """Held-out targets far from the network or at its favourite class make others of conformal intervals and sets."""
+    la, x = fitted("mlp", likelihood)
+    x_held = torch.randn(30, 5, generator=torch.Generator().manual_seed(3))
+    pred = la.predict(x_held)
+    y_held = pred.probs.argmax(1) if likelihood == "classification" else pred.outputs + 5
+    plain = _at_level(la.predict(x))
+    if conformal:
+        la.calibrate_conformal([(x_held, y_held)], penalty=penalty)
+    expected = _at_level(la.predict(x))
+    assert conformal == any(not torch.equal(value, plain[name]) for name, value in expected.items())
+    module = la.to_module(level=0.8)
+    assert module.outputs[-len(expected) :] == tuple(expected)
+    found = module(x)
+    for name, value in expected.items():
+        assert_close(found[name], value)
+    assert not any(t.shape[0] == 30 for t in module.state_dict().values() if t.dim())  # no scores of single data
+    program = torch.export.export(module, (x[:2],), dynamic_shapes=BATCH).module()
+    assert_close(program(x)[name], expected[name])
+
+
+def _at_level(pred: Any) -> dict[str, Tensor]:
+    if hasattr(pred, "interval"):
+        return dict(zip(("lower", "upper"), pred.interval(0.8), strict=True))
+    return {"set": pred.prediction_set(0.8)}
+
+
+def test_levels_that_a_module_cannot_have() -> None:
+    la, x = fitted("mlp", "poisson")
+    with pytest.raises(ValueError, match="'poisson'"):
+        la.to_module(level=0.9)
+    la, x = fitted("mlp", "regression")
+    with pytest.raises(ValueError, match="level"):
+        la.to_module(level=1.5)
+    la.calibrate_conformal([(x, torch.randn(8, 3))])
+    with pytest.raises(ValueError, match="6 samples"):
+        la.to_module(num_samples=3, level=0.8)
+    la, x = fitted("mlp", "regression", method="exact")
+    la.calibrate_conformal([(x, torch.randn(8, 3))])
+    with pytest.raises(ValueError, match="guarantee would not hold"):
+        la.to_module(level=0.5)
 
 
 def test_it_holds_its_tensors_and_no_data() -> None:
