@@ -124,12 +124,14 @@ class _LaplaceEstimator(BaseEstimator):
             loss = _LOSSES[likelihood]
             self.weight_decay_ = self._chosen_decay(network, inputs, targets, loss, unit)
             self._train(network, inputs, targets, loss, self.weight_decay_ * unit)
-        self.network_ = network
+        self.network_, parameters = network, self.parameters
+        if self.network is None and parameters == "last_layer":
+            parameters = _LAST  # by its name, as the outputs of the layer are rescaled after it
         self.laplace_ = LinearisedLaplace(
             network,
             Gaussian(torch.ones(num_outputs)) if regression and num_outputs > 1 else likelihood,
             prior=self.prior,
-            parameters=self.parameters,
+            parameters=parameters,
             method=self.method,
             num_samples=self.num_samples,
             seed=seed,
@@ -406,6 +408,10 @@ class _Affine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * x + self.shift
+
+
+# The last layer with weights of the default network.
+_LAST = "6.*"
 
 
 def _default_network(x: np.ndarray, num_outputs: int, targets: np.ndarray | None) -> nn.Module:

@@ -153,6 +153,10 @@ def plot_evaluation(evaluation: Any, ax: Axes = None) -> Axes:
         part.set_yticks(range(len(table)), list(table) if number % columns == 0 else [""] * len(table))
         part.set_ylim(len(table) - 0.5, -0.5)
         part.margins(x=0.4)
+        low, high = part.get_xlim()
+        # Numbers that are nearly equal are drawn so, at least a tenth of their size apart from end to end.
+        missing = max(0.0, 0.1 * max(abs(low), abs(high)) - (high - low)) / 2
+        part.set_xlim(low - missing, high + missing)
         part.tick_params(labelsize="small")
         part.spines[["top", "right"]].set_visible(False)
     for part in parts[len(names) :]:

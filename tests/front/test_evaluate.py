@@ -222,9 +222,12 @@ def test_a_table_is_printed_drawn_and_given_to_pandas(monkeypatch: pytest.Monkey
     assert lines[0].split() == ["50", "test", "data", "network", "noise", "laplace"]
     assert lines[2].split()[-4:] == ["↓", *(f"{row['rmse']:.4g}" for row in found.table.values())]
     assert lines[-1].split()[-3:] == ["–", "–", "epistemic"]
-    titles = [ax.get_title() for ax in found.plot().figure.axes]
+    axes = found.plot().figure.axes
+    titles = [ax.get_title() for ax in axes]
     assert len(titles) == len(found.table["laplace"])
     assert titles[1] == "RMSE ↓"
+    low, high = axes[1].get_xlim()  # the network and ours have the same
+    assert high - low > 0.09 * found.table["laplace"]["rmse"]
     frames = SimpleNamespace(DataFrame=SimpleNamespace(from_dict=lambda table, orient: (table, orient)))
     monkeypatch.setitem(sys.modules, "pandas", frames)
     assert found.frame() == (found.table, "index")

@@ -159,8 +159,15 @@ def test_cross_validation_chooses_a_decay_for_noise_and_none_for_a_rule() -> Non
     assert LaplaceRegressor(nn.Linear, **QUICK).fit(X, Y).weight_decay_ == 0
 
 
+def test_the_last_layer_of_the_default_network_says_nothing() -> None:
+    """A rescaling follows it, of which a user could change nothing."""
+    regressor = LaplaceRegressor(parameters="last_layer", max_epochs=1, weight_decay=0.0, num_samples=2).fit(X, Y)
+    assert regressor.laplace_.network.names == ["6.weight", "6.bias"]
+    assert isinstance(regressor.network_[6], nn.Linear)
+    assert not any(isinstance(layer, nn.Linear) for layer in regressor.network_[7:])
+
+
 @pytest.mark.nightly  # two minutes
-@pytest.mark.filterwarnings("ignore:.*are not kept:UserWarning")  # the network puts its output in units of the targets
 def test_the_default_is_no_worse_than_bayesian_ridge_on_data_that_are_nearly_linear() -> None:
     """Of the mean over five parts; without decay it is 0.06 worse, and other initial weights change it by 0.003."""
     x, y = load_diabetes(return_X_y=True)
