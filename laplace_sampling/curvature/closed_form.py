@@ -91,6 +91,17 @@ def kronecker_operations(network: Linearisation, num_vectors: float, num_gradien
     return total
 
 
+def kronecker_bytes(network: Linearisation) -> float:
+    """Memory of Kronecker factors beside their eigenvectors, and of eigenvalues, in float64."""
+    total = 0.0
+    for shape in network.shapes.values():
+        if len(shape) > 1:
+            num_out = shape[0]
+            num_in = shape.numel() / num_out
+            total += 2 * (num_in**2 + num_out**2) + shape.numel()
+    return total * torch.float64.itemsize
+
+
 def _part(ggn: GGN, most: int, seed: int) -> Tensor | None:
     """Random data that stand for all; `None` where these are no more."""
     if ggn.num_data <= most:

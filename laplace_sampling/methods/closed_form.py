@@ -22,6 +22,7 @@ from laplace_sampling.curvature.closed_form import (
     FactoredSampler,
     KroneckerFit,
     factored_curvature,
+    kronecker_bytes,
     kronecker_operations,
     prior_of_factored,
 )
@@ -177,7 +178,8 @@ class Factored(Method):
         dense = self._dense_operations(network, features, problem.num_samples, problem.selection)
         memory = problem.memory_of(self.max_memory)
         operations = vjps * cost.vjp + problem.of_rule(cost) + passes
-        return Estimate(operations, problem.num_samples * memory.vector, dense)
+        of_factors = kronecker_bytes(network) if self.kind == "kfac" else 0.0
+        return Estimate(operations, problem.num_samples * memory.vector + of_factors, dense)
 
     def choose(self, problem: Problem) -> Choice:
         choice = super().choose(problem)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
+from laplace_sampling.curvature.kronecker import Kronecker
 from laplace_sampling.methods.expected import CLASSIFICATION, in_words
 
 
@@ -72,3 +73,20 @@ def test_a_regression_is_told_to_take_all_weights() -> None:
     assert names(plan)[-1] == "last layer"
     assert in_words(plan.likelihood).strip() in str(plan)
     assert "last layer is not enough" in str(plan).replace("\n", " ")
+
+
+def test_memory_of_kronecker_factors_is_planned() -> None:
+    """Of a wide layer they are larger than all samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 10), nn.Tanh(), nn.Linear(10, 3))
+    data = [(torch.randn(300, 200), torch.randint(3, (300,)))]
+    la = LinearisedLaplace(model, "classification", method="kfac", num_samples=2)
+    planned = la.plan(data).bytes
+    la.fit(data, progress=False)
+    curvature = la.posterior_.curvature
+    assert isinstance(curvature, Kronecker)
+    parts = [part for block in curvature.blocks for part in (block.U_G, block.U_A, block.eigenvalues)]
+    kept = sum(part.numel() for part in parts) * 8
+    samples = 2 * la.network.num_parameters * 4
+    assert kept > 10 * samples
+    assert kept + samples <= planned <= 3 * kept + samples
