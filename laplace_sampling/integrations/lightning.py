@@ -45,7 +45,8 @@ class LaplaceCallback(Callback):
 
     Raises:
         TypeError, ValueError: for settings that are not known; when training starts, if network or loaders cannot be
-            found, and for strategies that shard the network.
+            found, if the training data change from pass to pass, as by augmentation, and for strategies that shard
+            the network.
 
     Attributes:
         fits: the `PeriodicFits`.
@@ -101,7 +102,7 @@ class LaplaceCallback(Callback):
                 'shards it: use another strategy, such as "ddp" or `ModelParallelStrategy`, or fit after training.'
             )
         self._network(pl_module)
-        self._loaders(trainer)
+        self.fits.check_loader(self._loaders(trainer)[0])
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch + 1

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 
 from laplace_sampling.arguments import check_positive, check_whole
 from laplace_sampling.data.batches import batched, flattened, take
-from laplace_sampling.data.processes import Processes
-from laplace_sampling.data.training_data import Data, PrivateRandomness, TrainingData
+from laplace_sampling.data.processes import ALONE, Processes
+from laplace_sampling.data.training_data import (
+    Data,
+    PrivateRandomness,
+    TrainingData,
+    check_repeatable,
+    source_of,
+    unpacking,
+)
 from laplace_sampling.hyperparameters.as_criterion import as_criterion
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -144,6 +151,20 @@ class PeriodicFits:
                 "so far. `budget=None` leaves none out."
             )
         return paid_for
+
+    def check_loader(self, train_loader: Iterable[Any]) -> None:
+        """Raise what a fit would raise for a loader that changes from pass to pass, before training takes time.
+
+        It reads the first batch twice; all processes call it together.
+
+        Raises:
+            TypeError, ValueError: for a one-shot iterator, random augmentation, and streams that shuffle themselves.
+        """
+        data, group = self._options.get("data", Data()), self._group()
+        processes = ALONE if group is None else Processes(group)
+        with PrivateRandomness().use():
+            source = source_of(train_loader, data.num_data, unpacking(data.unpack), processes, processes)
+            check_repeatable(source, processes)
 
     def fit(
         self, model: nn.Module, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, *, epoch: int

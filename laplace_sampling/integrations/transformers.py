@@ -105,7 +105,7 @@ class LaplaceTrainerCallback(TrainerCallback):
                 f"The labels of a {causal.pop()} are those of the next token. Pass `data=Data(unpack=next_token)` of "
                 "laplace_sampling.integrations.transformers, or an `unpack` of your own."
             )
-        self._train_loader(kwargs["train_dataloader"])  # raises before time is spent
+        self.fits.check_loader(self._train_loader(kwargs["train_dataloader"]))  # raises before time is spent
         saved = self._saved(args, state) if state.global_step else None
         self.fits.load_state_dict(self._anew if saved is None else read(saved))
         self._fitted_at = None

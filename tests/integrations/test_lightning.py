@@ -90,6 +90,17 @@ class Records(Logger):
         return [part for part in parts if set(part) - {"epoch", "step"}]
 
 
+class Augmented(TensorDataset):
+    """Inputs with other noise at each access."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        super().__init__(*tensors)
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn_like(x), y
+
+
 def data(num: int = 60, seed: int = 0) -> TensorDataset:
     x = torch.randn(num, 3, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, (x[:, 0] + x[:, 1] ** 2 > 0.5).long())
@@ -298,9 +309,16 @@ def test_metrics_of_fits_stop_a_training() -> None:
         ({"module": "nett"}, Net, "nett"),
         ({"train_loader": {"a": loader()}}, Net, r"\bdict\b"),
         ({"val_loader": [loader(), loader()]}, Net, r"\blist\b"),
+        ({"train_loader": DataLoader(Augmented(data().tensors), batch_size=16)}, Net, "augmentation"),
     ],
 )
-def test_what_is_missing_is_said_before_an_epoch_is_lost(options: dict, net: type[Net], message: str) -> None:
+def test_what_is_missing_is_said_before_a_step_is_lost(
+    options: dict, net: type[Net], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*_: Any) -> None:
+        raise AssertionError("training has begun")
+
+    monkeypatch.setattr(net, "training_step", step)
     laplace = callback(**options)
     with pytest.raises(ValueError, match=message):
         trained([laplace], net)
