@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from laplace_sampling import (
     CalibrationWarning,
     ConvergenceWarning,
+    Gaussian,
     LinearisedLaplace,
     RegressionPrediction,
 )
@@ -134,6 +135,17 @@ def test_a_budget_that_ends_too_early_is_told() -> None:
     la = LinearisedLaplace(model, "classification", method="subset", num_samples=8)
     with pytest.warns(ConvergenceWarning, match="budget"):
         la.fit(([(x, y)]), budget=0.1, progress=False)
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_targets_in_other_units_than_those_of_the_training_are_told(learn: bool) -> None:
+    model, [(x, y)], _ = trained("regression", decay=0.1)
+    la = LinearisedLaplace(model, Gaussian(1.0, learn=learn))
+    with pytest.warns(
+        CalibrationWarning, match=r"off its training targets by 51 .*standard deviation of 7\.\d.*standardised"
+    ):
+        la.fit_hyperparameters([(x, 50 + 10 * y)], progress=False)
+    la.fit_hyperparameters([(x, y + y.mean())], progress=False)  # a bias is no other unit
 
 
 def test_a_classification_without_error_bars_says_so() -> None:
