@@ -1,8 +1,9 @@
 """`python -m benchmarks.kernels --data DIR [--sets kin40k bike keggdirected] [--quick]`: processes on many data.
 
 One model, a Matérn-3/2 kernel with a length for each input, whose hyperparameters have the largest evidence of 1,000
-data (`tune`). `condition` on all data, with and without inducing points, is beside the same on 2,000 of them and beside
-stochastic variational inducing points (SVGP; Hensman et al. 2013), which learn their own. Errors and negative
+data (`tune`). `condition` on all data, by several numbers of passes and by inducing points, is beside Cholesky factors
+of 2,000 and 20,000 of them and beside stochastic variational inducing points (SVGP; Hensman et al. 2013), which learn
+their own hyperparameters. Errors and negative
 log-likelihoods are of the standard test sets, for targets with variance one. `DIR` has the folder `uci-large`
 (`data/uci.py`).
 """
@@ -22,7 +23,7 @@ from benchmarks.comparison.processes import Sparse, gpytorch
 from benchmarks.data.uci import LARGE_SETS, Split, load_large
 from laplace_sampling.kernels import condition, tune
 
-TUNED, EXACT, POINTS = 1000, 2000, 1000
+TUNED, EXACT, POINTS = 1000, (2000, 20_000), 1000
 STEPS, BATCH, STEP_SIZE = 5000, 1000, 0.01
 
 # The mean, and the variance with noise, of test data.
@@ -84,7 +85,7 @@ def variational(x: Tensor, y: Tensor, x_test: Tensor, points: int, steps: int) -
     return (mean.double(), variance.double()), f"{steps} steps"
 
 
-def rows(split: Split, num_samples: int, steps: int) -> Iterator[list[str]]:
+def rows(split: Split, num_samples: int, steps: int, passes: Sequence[int]) -> Iterator[list[str]]:
     """A row for each method: its name, RMSE, negative log-likelihood, minutes, and what it took."""
     x, y, x_test, y_test = standardised(split)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -102,11 +103,12 @@ def rows(split: Split, num_samples: int, steps: int) -> Iterator[list[str]]:
     tuned = tune(model)
     cost = f"{tuned.evaluations} evaluations, noise {float(model.likelihood.noise.detach()):.2g}"
     yield [f"tune, {TUNED} data", "", "", f"{(time.perf_counter() - start) / 60:.2f}", cost]
-    for name, chosen, settings in (
-        (f"exact, {EXACT} data", order[:EXACT], {"solver": "exact"}),
-        (f"condition, {POINTS} inducing points", order, {"inducing": POINTS}),
-        ("condition", order, {}),
-    ):
+    ways: list[tuple[str, Tensor, dict[str, Any]]] = [
+        (f"exact, {num:,} data", order[:num], {"solver": "exact"}) for num in EXACT if num < len(x)
+    ]
+    ways += [(f"condition, {POINTS:,} inducing points", order, {"inducing": POINTS})]
+    ways += [(f"condition, at most {num} passes", order, {"max_passes": num}) for num in passes]
+    for name, chosen, settings in ways:
         model.set_train_data(x[chosen], y[chosen], strict=False)
         model.eval()
         yield row(name, lambda settings=settings: of_samples(model, x_test, num_samples, **settings))
@@ -127,15 +129,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", choices=LARGE_SETS, default=LARGE_SETS)
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--passes", type=int, nargs="+", default=[100], metavar="NUM", help="limits of `condition`")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="made-up data, for a moment")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
+    torch.set_num_threads(options.threads)
     if not options.quick and options.data is None:
         parser.error("--data is needed without --quick")
     print("| data | method | RMSE | negative log-likelihood | minutes | cost |\n|---|---|---|---|---|---|")
     for name in ("made up",) if options.quick else options.sets:
         split = made_up() if options.quick else load_large(options.data / "uci-large" / name, options.split)
-        for row in rows(split, 8 if options.quick else options.samples, 100 if options.quick else STEPS):
+        steps, num_samples = (100, 8) if options.quick else (STEPS, options.samples)
+        for row in rows(split, num_samples, steps, options.passes):
             print(f"| {name} | {' | '.join(row)} |", flush=True)
 
 
