@@ -1,5 +1,6 @@
 """Measurements of the outputs, against dense algebra."""
 
+import copy
 import pickle
 import warnings
 from typing import Any
@@ -17,6 +18,7 @@ from torch.testing import assert_close
 from laplace_sampling import ConvergenceWarning, Dual, Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.gp.linear_operators import to_linear_operator
 from laplace_sampling.linear_model.draws import Draws, Stream
+from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.methods.plan import Auto
 from laplace_sampling.methods.problem import Budget
 
@@ -64,6 +66,28 @@ def test_measurements_are_those_of_dense_algebra(method: str, form: str) -> None
     assert observed.log_prob(y).shape == (4,)
     with pytest.raises(ValueError, match="observed=True"):
         pred.log_prob(case.y)
+
+
+@pytest.mark.filterwarnings("ignore:.*the samples of the posterior are off")  # of a network in float32 without noise
+@pytest.mark.parametrize(("noise_precision", "precision"), [(1e3, torch.float32), (1e9, torch.float64)])
+def test_rows_are_in_the_precision_of_the_network_where_the_noise_allows(
+    noise_precision: float, precision: torch.dtype
+) -> None:
+    """There standard deviations are those of rows in float64; without noise to speak of, rows are in float64."""
+    case, T, y = measured()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        likelihood = Gaussian(noise_precision, observe=T.to(dtype))
+        la = laplace_of(
+            copy.deepcopy(case.model).to(dtype), likelihood, method="exact", prior_precision=0.7, num_samples=50
+        )
+        la.fit([(case.x.to(dtype), y.to(dtype))], progress=False)
+        features = la._fitted.fit.model.features  # pyright: ignore
+        assert isinstance(features, DenseFeatures)
+        assert features.precision == (precision if dtype == torch.float32 else dtype)
+        assert features.dtype == torch.float64
+        found.append(la.predict(case.x.to(dtype)).joint_covariance().double())
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-4
 
 
 def test_hyperparameters_from_measurements_and_a_reload(tmp_path) -> None:
