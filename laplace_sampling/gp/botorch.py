@@ -38,7 +38,9 @@ class TangentSurrogate(TangentGP, GPyTorchModel, FantasizeMixin):  # pyright: ig
     three test functions it is no better than random search (`docs/benchmarks.md`). Such a network fits few data
     exactly, with features that training has adapted to them, and the evidence takes that for knowledge. Error bars are
     then too narrow by a factor of five or more. Use BoTorch's `SingleTaskGP`, or the tangent of a network with random
-    weights. The two are equally good there, or the second is behind by a standard error.
+    weights. The two are equally good there, or the second is behind by a standard error. For data too many for a
+    Cholesky factor give a `SingleTaskGP` to `laplace_sampling.kernels.condition`, whose kernel may be a sum with a
+    `TangentKernel`.
 
     Prior precision and noise precision are those of largest evidence, unless they are given. `fit_gpytorch_mll` finds
     others, such as those of largest posterior probability under priors of GPyTorch.

@@ -58,6 +58,17 @@ def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors["condition"] < 0.3
 
 
+def test_optimisation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("botorch", reason="BoTorch, of the extra `botorch`, is not there")
+    command, out = importlib.import_module("benchmarks.optimisation"), tmp_path / "runs.jsonl"
+    command.main(["--quick", "--out", str(out)])
+    found = rows(capsys.readouterr().out)
+    assert [row[0] for row in found] == list(command.METHODS)
+    assert len(out.read_text().splitlines()) == len(found)
+    command.main(["--quick", "--out", str(out)])  # nothing is left to run
+    assert rows(capsys.readouterr().out) == found
+
+
 def test_price(capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module("benchmarks.price").main(["--quick", "--networks", "CNN with batch norm"])
     found = rows(capsys.readouterr().out)
