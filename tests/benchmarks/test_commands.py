@@ -76,3 +76,10 @@ def test_price(capsys: pytest.CaptureFixture[str]) -> None:
     # Each setting predicts one image, a batch, and a thousand.
     assert kinds == [3, 3, 9, 3]
     assert all(float(row[2]) > 0 for row in found)
+
+
+def test_solvers(capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("benchmarks.solvers").main(["--quick"])
+    passes = {row[3]: row[4] for row in rows(capsys.readouterr().out)}
+    assert len(passes) == 5
+    assert float(passes["SVRG"]) < 10

@@ -1,12 +1,13 @@
 """Mini-batches: the preconditioner, and when one is worth having."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from cases import make_case
+from cases import Case, make_case
 from flat_settings import laplace_of
-from problems import linear_problem, trained, unsolved_problem
+from problems import linear_problem, make_prior, trained, unsolved_problem
 from torch import nn
 
 from laplace_sampling import (
@@ -19,6 +20,9 @@ from laplace_sampling import (
     LinearisedLaplace,
     Stochastic,
 )
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.methods.problem import Memory
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.preconditioners import Nystrom
@@ -70,6 +74,41 @@ def test_samples_of_very_few_data_are_right_under_a_weak_prior(num_data: int) ->
     expected = exact.predict(x).deviations
     assert found.converged_
     assert float((found.predict(x).deviations - expected).norm()) < 0.01 * float(expected.norm())
+
+
+def spirals() -> Case:
+    """A classifier of three classes after a few steps, whose data differ much in their curvature."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(3, (150,), generator=generator)
+    angle = 3 * torch.rand(150, generator=generator, dtype=torch.float64)
+    x = torch.stack([(angle + 2 * y).sin(), (angle + 2 * y).cos()], dim=1) * angle[:, None]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+    optimiser = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return Case(model, Categorical(), x, y, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [partial(trained, 150), spirals], ids=["regression", "classification"])
+@pytest.mark.parametrize("rank", [4, 512])
+def test_svrg_gives_the_samples_of_matherons_rule_for_the_same_draws(make: Callable[[], Case], rank: int) -> None:
+    """`θ⁰ + A⁻¹R(I + RᵀA⁻¹R)⁻¹(z − Rᵀθ⁰)` by dense algebra, `R = ΦᵀL`, with few vectors of a preconditioner or all."""
+    model = (case := make()).linear_model("homogeneous")
+    ggn, prior, draws = model.ggn(model.network_outputs), make_prior(model, case, "isotropic"), Draws(4, 1)
+    rows, spread = torch.cat([*ggn.root_rows()]), prior.spread()
+    centre = draws.prior(ggn.size).double() / spread.sqrt()
+    z = draws.noise(model.features.num_outputs)(torch.arange(150)).double().flatten(1)
+    gram = rows / spread @ rows.T + torch.eye(len(rows)).double()
+    exact = centre + torch.linalg.solve(gram, (z - centre @ rows.T).T).T @ rows / spread
+    found = sample_posterior(ggn, prior, draws, SVRG(tolerance=1e-8, max_rank=rank))
+    assert found.converged
+    gap, size = ((value @ rows.T).norm(dim=1) for value in (found.value - exact, exact))
+    assert float((gap / size).max()) < 1e-3
 
 
 def test_the_rank_is_what_memory_holds_and_what_was_asked_for() -> None:
