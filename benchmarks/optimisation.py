@@ -15,6 +15,7 @@ best value so far to the optimum, with standard errors over seeds; the differenc
 """
 
 import argparse
+import contextlib
 import json
 import math
 import warnings
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import gpytorch
     from botorch.acquisition import LogExpectedImprovement
+    from botorch.exceptions import ModelFittingError
     from botorch.fit import fit_gpytorch_mll
     from botorch.models import SingleTaskGP
     from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior as stationary
@@ -118,8 +120,10 @@ def tangent(net: nn.Module, x: Tensor) -> TangentKernel:
 
 def process(x: Tensor, y: Tensor, kernel: gpytorch.kernels.Kernel | None = None) -> Any:
     model = SingleTaskGP(x, y, covar_module=kernel).to(x)
-    fit_gpytorch_mll(gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model))
-    return model
+    # Near the end of a search observations are nearly equal, and a factor may fail: hyperparameters stay as they are.
+    with contextlib.suppress(ModelFittingError):
+        fit_gpytorch_mll(gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model))
+    return model.eval()
 
 
 def initial(x: Tensor, seed: int) -> TangentKernel:

@@ -115,7 +115,7 @@ def studies(options: argparse.Namespace) -> Iterator[Study]:
         file = (options.data or Path()) / "ct" / "tooth.h5"
         values: dict[str, Any] = {"norm": True, "sigmoid": False, "smoothness": 1e-3, "steps": 1000}
         if side > 128:
-            values |= {"scales": 4, "width": 32, "steps": 600}
+            values |= {"scales": 4, "width": 32, "steps": 2000}
         for angles in (20,) if options.quick else options.angles:
             make = partial(problems.tooth, file, side, angles)
             yield Study(what, {"name": f"tooth {side}", "angles": angles}, make, Settings(**(values | quick)))
