@@ -202,7 +202,7 @@ class LinearisedLaplace:
             callback: called with each `Step`. A fit that resumes from a checkpoint calls it for the earlier steps, too.
                 It may raise `StopFit`, which ends the fit and keeps the posterior that was there before.
             checkpoint: a file that keeps what the fit has computed. If its process is killed, the same call with the
-                same model and data goes on from there, to the same numbers (`docs/training_scripts.md`). The file is
+                same model and data goes on from there, to the same numbers (`docs/training.md`). The file is
                 deleted when the fit is done.
 
         Raises:
@@ -803,7 +803,7 @@ class LinearisedLaplace:
           long (`predictions.leave_one_out`). If few samples make a covariance too noisy, a `ConvergenceWarning` says
           so.
 
-        Neither score notices labels that a network has learnt by heart (`docs/decisions.md`); held-out data do.
+        Neither score notices labels that a network has learnt by heart (`docs/design.md`); held-out data do.
 
         Args:
             kind: `"evidence"` or `"loo"`.

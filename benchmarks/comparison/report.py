@@ -260,11 +260,10 @@ both ran on. Gains are differences in mean log-likelihood to the network alone.
 
 A *gain* is in nats; *worst* is the smallest of any network, *shifted* is under corruptions of severity 3 to 5. Other
 data are images that belong to no class; *joint* is the log-likelihood of five labels together; *prediction* is the time
-of a prediction by that of the network. Methods that are slow ran on fewer, smaller networks, so compare rows of as
-many. *Ours, novelty* and the six rows from *nearest neighbours* on are scores of an input beside the network's own
-predictions: only the AUROC of other data, the epochs and the time are theirs. MC dropout, SNGP, ensembles and inducing
-points train models of their own. Their rows are older than the others, whose networks were trained again: networks
-alone of then and of now differ by some thousandths of a nat.
+of a prediction by that of the network. Slow methods ran on fewer, smaller networks, so compare rows of as many.
+*Ours, novelty* and the six rows from *nearest neighbours* on are scores of an input: only the AUROC of other data, the
+epochs and the time are theirs. MC dropout, SNGP, ensembles and inducing points train models of their own, and their
+rows are older: networks alone of then and of now differ by some thousandths of a nat.
 
 {table}
 """

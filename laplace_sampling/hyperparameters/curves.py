@@ -222,7 +222,7 @@ class MarginalLikelihood:
         complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`; at the network `w̄` takes the place of `θ̄`.
         exact: whether all eigenvalues were known.
         at: the weights of the approximation: `"mode"`, the mode of the linear model, or `"network"`, the weights of the
-            network. Only the second ranks networks (`docs/decisions.md`).
+            network. Only the second ranks networks (`docs/design.md`).
     """
 
     value: float

@@ -9,7 +9,7 @@ root mean square and white noise `z`:
 The more noise, the fewer labels are predicted rightly; so `s` is that at which they are right as often as new ones are.
 The temperature is then the one under which the labels are likeliest. It takes no product with the network.
 
-`docs/decisions.md` has figures, and what was tried in its place: folds of the training data that are left out.
+`docs/design.md` has figures, and what was tried in its place: folds of the training data that are left out.
 """
 
 import math

@@ -20,7 +20,7 @@ from laplace_sampling.likelihoods.labels import Labels
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.solvers.placement import NUMBERS_TOGETHER
 
-# Standard deviation of the normal prior of `log τ`, which matters where data are few (docs/decisions.md).
+# Standard deviation of the normal prior of `log τ`, which matters where data are few (docs/design.md).
 LOG_SCALE = 2.0
 # Held-out targets that are worth what the training data say of the noise.
 NOISE_WORTH = 10.0

@@ -639,7 +639,7 @@ class ClassificationPrediction(SampledPrediction):
         It is no probability and has no unit: use it to rank inputs. The variance of logits alone grows with the size of
         the features, which is small for dark images. The mutual information vanishes where the network is certain,
         right or not. This ratio hardly changes if log-odds above one and their error bars become twice as large.
-        `docs/decisions.md` compares them.
+        `docs/design.md` compares them.
         """
         outputs, draws = self._classes(self.outputs), self._classes(self._draws)
         top = outputs.argmax(-1, keepdim=True)

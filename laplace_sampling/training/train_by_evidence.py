@@ -7,7 +7,7 @@ directions that the data determine among the weights of a group,
     α_g ← γ_g / ‖w̄_g‖²,        b ← (N·C − Σ_g γ_g) / Σ‖y − f(w̄, x)‖²,
 
 where the evidence of the network itself has its maximum, were `γ` what it is now (MacKay 1992). The norms and residuals
-are those of the network, not of the mode of its linear model, which is another predictor (`docs/decisions.md`).
+are those of the network, not of the mode of its linear model, which is another predictor (`docs/design.md`).
 """
 
 import copy
@@ -159,7 +159,7 @@ def train_by_evidence(
     It needs no validation data; where there are some, they are the better judge. The evidence charges for each
     direction that the data determine, and takes more decay than test data ask for. So it helps if training without
     decay fits the training data far better than other data. Otherwise it does harm, as with few epochs, small steps or
-    clean labels (figures in `docs/decisions.md`).
+    clean labels (figures in `docs/training.md`).
 
     **This function trains the model**, unlike all others of this library. Its loss is
 

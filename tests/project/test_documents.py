@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "docs/from_laplace_torch.md": ("laplace",),
     "docs/production.md": ("onnx", "onnxruntime", "onnxscript"),
-    "docs/training_networks.md": ("sklearn",),
-    "docs/training_scripts.md": ("accelerate", "lightning", "transformers"),
+    "docs/training.md": ("accelerate", "lightning", "sklearn", "transformers"),
 }
 
 
@@ -40,10 +40,11 @@ def test_documentation_builds_strictly(tmp_path: Path) -> None:
 
 
 def _run_code_of(name: str) -> dict[str, Any]:
-    """The names that are there after the blocks of code of a page, run in order."""
+    """The names that are there after the blocks of code of a page, also those in tabs, run in order."""
     names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, name, "exec"), names)
+    text = (ROOT / name).read_text()
+    for indent, block in re.findall(r"^( *)```python\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE):
+        exec(compile(textwrap.dedent(block) if indent else block, name, "exec"), names)
     assert names, f"{name} has no code"
     return names
 
