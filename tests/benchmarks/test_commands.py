@@ -69,6 +69,18 @@ def test_optimisation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows(capsys.readouterr().out) == found
 
 
+def test_posteriors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = importlib.import_module("benchmarks.posteriors.__main__")
+    out = tmp_path / "posteriors.jsonl"
+    command.main(["--quick", "--parts", "gap", "--out", str(out)])
+    first = rows(capsys.readouterr().out)
+    assert {row[0].rpartition(" (1)")[0] for row in first} >= {"ours", "global inducing", "HMC (reference)"}
+    lines = out.read_text()
+    command.main(["--quick", "--parts", "gap", "--out", str(out)])  # nothing is left
+    assert out.read_text() == lines
+    assert rows(capsys.readouterr().out) == first
+
+
 def test_price(capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module("benchmarks.price").main(["--quick", "--networks", "CNN with batch norm"])
     found = rows(capsys.readouterr().out)
