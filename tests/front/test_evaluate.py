@@ -141,7 +141,7 @@ def regression(kind: str = "regression") -> tuple[LinearisedLaplace, list[tuple[
     model, parts = network(2), []
     for seed, num in ((1, 60), (2, 50), (3, 40)):
         x = inputs(num, seed)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(10 + seed)  # with that of the inputs noise is a function of these
         with torch.no_grad():
             y = model(x)[:, :1] if kind == "heteroscedastic" else model(x)
         parts.append((x, y + 0.3 * torch.randn(y.shape, generator=generator, dtype=torch.float64)))
