@@ -37,10 +37,13 @@ class TangentSurrogate(TangentGP, GPyTorchModel, FantasizeMixin):  # pyright: ig
     **With a network that was trained on the observations, Bayesian optimisation makes hardly any progress**: on two of
     three test functions it is no better than random search (`docs/benchmarks.md`). Such a network fits few data
     exactly, with features that training has adapted to them, and the evidence takes that for knowledge. Error bars are
-    then too narrow by a factor of five or more. Use BoTorch's `SingleTaskGP`, or the tangent of a network with random
-    weights. The two are equally good there, or the second is behind by a standard error. For data too many for a
-    Cholesky factor give a `SingleTaskGP` to `laplace_sampling.kernels.condition`, whose kernel may be a sum with a
-    `TangentKernel`.
+    then too narrow by a factor of five or more. As a part of the kernel of a `SingleTaskGP`, whose other part is
+    BoTorch's default, the tangent is level with `SingleTaskGP`; `examples/bayesian_optimisation.py` does so:
+
+        kernel = TangentKernel(network) + get_covar_module_with_dim_scaled_prior(ard_num_dims=D)
+        model = SingleTaskGP(train_X, train_Y, covar_module=kernel)
+
+    For data too many for a Cholesky factor give that model to `laplace_sampling.kernels.condition`.
 
     Prior precision and noise precision are those of largest evidence, unless they are given. `fit_gpytorch_mll` finds
     others, such as those of largest posterior probability under priors of GPyTorch.
