@@ -135,15 +135,13 @@ class OnTrainingData:
 
             ours, own = mean_log_prob(f, spread + noise), mean_log_prob(f, noise + 0 * f)
             constant = mean_log_prob(centre.expand_as(f), variance.expand_as(f))
-            error = (y - f).square().nanmean(0).nan_to_num()
-            if not held_out and bool(((error > self._OTHER_UNITS * variance) & (variance > 0)).any()):
-                worst = int((error / variance.clamp_min(1e-300)).argmax())
-                off, spread_of_targets = math.sqrt(float(error[worst])), math.sqrt(float(variance[worst]))
+            error, of_targets = float((y - f).square().nanmean()), float(variance.mean())
+            if not held_out and error > self._OTHER_UNITS * of_targets > 0:
                 return [
-                    f"The network is off its training targets by {off:.3g} (root mean square), where these have a "
-                    f"standard deviation of {spread_of_targets:.3g}, which a network that was trained on them is not. "
-                    "If it was trained on standardised targets, give these, or put its outputs into the units of the "
-                    "targets."
+                    f"The network is off its training targets by {math.sqrt(error):.3g} (root mean square), where "
+                    f"these have a standard deviation of {math.sqrt(of_targets):.3g}, which a network that was trained "
+                    "on them is not. If it was trained on standardised targets, give these, or put its outputs into "
+                    "the units of the targets."
                 ]
         elif (labels := labelled(likelihood)) is not None:
             counts = likelihood.weights(y)[:, None] * labels.given(likelihood.unweighted_targets(y))
