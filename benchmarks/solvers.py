@@ -1,10 +1,11 @@
 """`python -m benchmarks.solvers [--data 10000] [--networks NAME ...] [--quick]`: passes over the data for a sample.
 
-Posterior samples of trained networks by the library's Jacobian products, in float32, at a prior precision of one: by
-SVRG, SGD as it is published (momentum, a decay of the step), conjugate gradients and block Krylov of the library, and
-by dual steps, which are here alone. A pass is a JVP and a VJP of all data for one of four samples. The error is that of
-the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ*‖_B`, of all samples together. Runs are of 5, 10, … 160 passes,
-those of SVRG of 1 to 12 full products; between two of them the logarithm of the error is interpolated.
+Posterior samples of trained networks by the library's Jacobian products, in float32, at the prior precision that a fit
+by Kronecker factors finds: by SVRG, SGD as it is published (momentum, a decay of the step), conjugate gradients and
+block Krylov of the library, and by dual steps, which are here alone. A pass is a JVP and a VJP of all data for one of
+four samples. The error is that of the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ*‖_B`, of all samples
+together. Runs are of 5, 10, … 160 passes, those of SVRG of 1 to 64 full products; between two of them the logarithm of
+the error is interpolated.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling import SGD, SVRG, Gaussian
+from laplace_sampling import SGD, SVRG, Gaussian, LinearisedLaplace
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
@@ -27,7 +28,7 @@ from laplace_sampling.solvers.operator import largest_of_batches
 from laplace_sampling.solvers.solver import Quadratic, Solver
 
 SAMPLES, BATCH, TARGETS, NOISE, MOMENTUM = 4, 100, (0.01, 0.001), 0.1, 0.9
-LENGTHS, PRODUCTS, DENSE = (5, 10, 20, 40, 80, 160), range(1, 13), 4000
+LENGTHS, PRODUCTS, DENSE = (5, 10, 20, 40, 80, 160), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), 4000
 
 # The samples after a run of some length, and the passes that all of them took together.
 Run = Callable[[int], tuple[Tensor, float]]
@@ -41,7 +42,7 @@ def regression(num_data: int, inputs: int, width: int, steps: int) -> Problem:
     waves = (2 * x @ torch.randn(inputs, 4, generator=g) / math.sqrt(inputs)).sin()
     y = waves.sum(1, keepdim=True) + NOISE * torch.randn(num_data, 1, generator=g)
     hidden = (nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
-    return trained(nn.Sequential(*hidden, nn.Linear(width, 1)), Gaussian(NOISE**-2), x, y, steps)
+    return trained(nn.Sequential(*hidden, nn.Linear(width, 1)), Gaussian(NOISE**-2, learn=False), x, y, steps)
 
 
 def classification(num_data: int, steps: int) -> Problem:
@@ -81,11 +82,11 @@ def by_solver(make: Callable[[int], Solver], problem: Quadratic) -> Run:
 
 
 def by_dual_steps(ggn: GGN, problem: Quadratic, noise: Tensor) -> Run:
-    """Steps of random data on `(I + S)u = z − LᵀΦθ⁰`, `S = LᵀΦΦᵀL`, with momentum and an average of the last ones.
+    """Steps of random data on `(I + S)u = z − LᵀΦθ⁰`, `S = LᵀΦΦᵀL/α`, with momentum and an average of the last ones.
 
-    Samples are `θ⁰ + q`, `q = ΦᵀLu`, which is kept with `u`, and so are their velocities `p` and `v`.
+    Samples are `θ⁰ + q`, `q = ΦᵀLu/α`, which is kept with `u`, and so are their velocities `p` and `v`.
     """
-    N, factor = ggn.num_data, ggn.num_data / BATCH
+    N, factor, alpha = ggn.num_data, ggn.num_data / BATCH, float(problem.precision[0])
 
     def forward(w: Tensor, some: Tensor) -> Tensor:
         return ggn.likelihood.root_transpose(ggn.outputs[some], ggn.features.jvp(w, some))
@@ -94,6 +95,7 @@ def by_dual_steps(ggn: GGN, problem: Quadratic, noise: Tensor) -> Run:
     g = torch.Generator().manual_seed(0)
     block = torch.randperm(N, generator=g)[:BATCH], torch.full((BATCH,), factor, dtype=torch.float64)
     largest, estimate = largest_of_batches(ggn, [block], 8, g)
+    largest = largest / alpha
 
     def run(length: int) -> tuple[Tensor, float]:
         u, v = torch.zeros_like(wanted), torch.zeros_like(wanted)
@@ -104,7 +106,7 @@ def by_dual_steps(ggn: GGN, problem: Quadratic, noise: Tensor) -> Run:
             change = gap * factor / (largest + factor)
             v *= MOMENTUM
             v[:, some] -= change
-            p = MOMENTUM * p - ggn.features.vjp(ggn.likelihood.root(ggn.outputs[some], change), some)
+            p = MOMENTUM * p - ggn.features.vjp(ggn.likelihood.root(ggn.outputs[some], change), some) / alpha
             u += v
             q = q + p
             mean += min(1.0, 100 / len(batches)) * (q - mean)
@@ -119,8 +121,9 @@ def exact(ggn: GGN, problem: Quadratic) -> tuple[Tensor, Callable[[Tensor], Tens
     if ggn.size > DENSE:
         return CG(1e-5, 5000).solve(problem).value.double(), lambda v: ggn.matmul(v.float()).double()
     M = ggn.accumulated()
-    factor = torch.linalg.cholesky(M + torch.eye(ggn.size).double())
-    return torch.cholesky_solve((problem.linear + problem.centre).double().T, factor).T, lambda v: v @ M
+    shift = problem.precision.double()
+    factor = torch.linalg.cholesky(M + shift.diag())
+    return torch.cholesky_solve((problem.linear.double() + shift * problem.centre).T, factor).T, lambda v: v @ M
 
 
 def passes_to(target: float, runs: Sequence[tuple[float, float]]) -> str:
@@ -139,7 +142,10 @@ def rows(name: str, num_data: int, longest: int, steps: int) -> Iterator[list[st
     model = tangent_model_of(Linearisation(net), likelihood, batches, kind="homogeneous").model
     ggn, draws = model.ggn(model.network_outputs), Draws(SAMPLES, seed=0)
     noise = draws.noise(model.features.num_outputs)
-    problem = Quadratic(ggn, torch.ones(ggn.size), draws.prior(ggn.size), ggn.root_matmul(noise))
+    la = LinearisedLaplace(net, likelihood, method="kfac").fit_hyperparameters(batches, progress=False)
+    alpha = la.prior_precision_.float()
+    centre = draws.prior(ggn.size) / alpha.sqrt()
+    problem = Quadratic(ggn, alpha.expand(ggn.size), centre, ggn.root_matmul(noise))
     truth, product = exact(ggn, problem)
     contenders: dict[str, Run] = {
         "SVRG": by_solver(lambda n: SVRG(max_snapshots=n, tolerance=1e-12), problem),
@@ -156,7 +162,13 @@ def rows(name: str, num_data: int, longest: int, steps: int) -> Iterator[list[st
             found.append((passes / SAMPLES, math.sqrt(squares[0] / squares[1])))
             if found[-1][1] <= TARGETS[-1]:
                 break
-        yield [f"{ggn.size:,}", solver, *(passes_to(target, found) for target in TARGETS), f"{found[-1][1]:.2g}"]
+        yield [
+            f"{ggn.size:,}",
+            f"{float(alpha):.2g}",
+            solver,
+            *(passes_to(target, found) for target in TARGETS),
+            f"{found[-1][1]:.2g}",
+        ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -167,7 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     num_data, longest, steps = (500, 10, 100) if options.quick else (options.data, LENGTHS[-1], 3000)
-    heads = ("network", "data", "weights", "solver", *(f"passes to {target:.1%}" for target in TARGETS), "last error")
+    heads = (
+        "network",
+        "data",
+        "weights",
+        "α",
+        "solver",
+        *(f"passes to {target:.1%}" for target in TARGETS),
+        "last error",
+    )
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name in ["MLP, 8 inputs"] if options.quick else options.networks:
         for row in rows(name, num_data, longest, steps):

@@ -92,6 +92,6 @@ def test_price(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_solvers(capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module("benchmarks.solvers").main(["--quick"])
-    passes = {row[3]: row[4] for row in rows(capsys.readouterr().out)}
+    passes = {row[4]: row[5] for row in rows(capsys.readouterr().out)}
     assert len(passes) == 5
     assert float(passes["SVRG"]) < 10
