@@ -6,12 +6,12 @@ random inputs for all methods. Every model is fitted anew at each step.
 - `SingleTaskGP`: the default of BoTorch, whose kernel has a length for each input.
 - trained tangent: `TangentSurrogate` of a network that is trained on the observations at each step.
 - initial tangent: the tangent kernel of the same network with random weights.
-- initial tangent of waves: that of a layer of sines, of inputs which are divided by a length each.
 - trained, initial tangent + stationary: the sum of a tangent kernel and the default kernel of BoTorch.
 
-All but the second are a `SingleTaskGP(covar_module=...)`. Tables have the simple regret, which is the distance of the
-best value so far to the optimum, with standard errors over seeds; the difference of the last regret from that of
-`SingleTaskGP`, seed by seed; and which share of intervals of 90 % covers the function at random inputs at the start.
+The others but the last, random inputs, are a `SingleTaskGP(covar_module=...)`. Tables have the simple regret, which is
+the distance of the best value so far to the optimum, with standard errors over seeds; the difference of the last regret
+from that of `SingleTaskGP`, seed by seed; and which share of intervals of 90 % covers the function at random inputs at
+the start.
 """
 
 import argparse
@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "Hartmann-3": lambda: Hartmann(dim=3, negate=True),
     "Ackley-5": lambda: Ackley(dim=5, negate=True),
 }
-INITIAL, WIDTH, TRAINING, DECAY, WAVES = 8, 50, 100, 1e-3, 256
+INITIAL, WIDTH, TRAINING, DECAY = 8, 50, 100, 1e-3
 SEARCH: dict[str, Any] = {"num_restarts": 3, "raw_samples": 64, "options": {"maxiter": 40}}
 # Random inputs at which intervals are judged, and half the width of one of 90 %.
 ELSEWHERE, HALF_WIDTH = 256, 1.645
@@ -77,44 +77,11 @@ def trained(x: Tensor, y: Tensor, seed: int) -> nn.Module:
     return net
 
 
-class Sine(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin()
-
-
-def waves(inputs: int, seed: int) -> nn.Module:
-    """A hidden layer of sines, whose tangent kernel at random weights is nearly a function of differences."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        first, last = nn.Linear(inputs, WAVES), nn.Linear(WAVES, 1)
-        nn.init.normal_(first.weight)
-        nn.init.uniform_(first.bias, -math.pi, math.pi)
-    return nn.Sequential(first, Sine(), last).double()
-
-
-class Lengths(gpytorch.kernels.Kernel):
-    """A kernel of inputs that are divided by a length each, with the prior of lengths that BoTorch's default has."""
-
-    has_lengthscale = True
-
-    def __init__(self, kernel: gpytorch.kernels.Kernel, inputs: int) -> None:
-        default: Any = stationary(ard_num_dims=inputs)
-        super().__init__(ard_num_dims=inputs, lengthscale_prior=default.lengthscale_prior)
-        self.kernel = kernel
-        self.initialize(lengthscale=torch.full((inputs,), 0.3))
-
-    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Any:
-        lengths: Any = self.lengthscale
-        # Without a graph the Jacobian at the observations is kept for all candidates.
-        lengths = lengths if self.training else lengths.detach()
-        return self.kernel.forward(x1 / lengths, x2 / lengths, diag=diag, **params)
-
-
 def tangent(net: nn.Module, x: Tensor) -> TangentKernel:
     """The tangent kernel, with a mean variance of one at the observations to start with."""
     kernel = TangentKernel(net)
-    with torch.no_grad():
-        kernel.prior_precision = float(kernel(x, diag=True).mean())
+    variances: Any = kernel(x, diag=True)
+    kernel.prior_precision = variances.detach().mean()
     return kernel
 
 
@@ -130,16 +97,11 @@ def initial(x: Tensor, seed: int) -> TangentKernel:
     return tangent(network(x.shape[1], seed), x)
 
 
-def of_waves(x: Tensor, seed: int) -> Lengths:
-    return Lengths(tangent(waves(x.shape[1], seed), x), x.shape[1])
-
-
 # The model of some observations in the unit cube, whose targets have mean zero and variance one.
 METHODS: dict[str, Callable[[Tensor, Tensor, int], Any] | None] = {
     "SingleTaskGP": lambda x, y, seed: process(x, y),
     "trained tangent": lambda x, y, seed: TangentSurrogate(trained(x, y, seed), x, y),
     "initial tangent": lambda x, y, seed: process(x, y, initial(x, seed)),
-    "initial tangent of waves": lambda x, y, seed: process(x, y, of_waves(x, seed)),
     "trained tangent + stationary": lambda x, y, seed: process(
         x, y, tangent(trained(x, y, seed), x) + stationary(ard_num_dims=x.shape[1])
     ),
@@ -227,12 +189,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = (json.loads(line) for line in options.out.read_text().splitlines())
         rows = [row for row in kept if len(row["regrets"]) == options.steps + 1]
     done = {(row["function"], row["method"], row["seed"]) for row in rows}
-    for seed, function, method in product(range(options.seeds), options.functions, options.methods):
-        if (function, method, seed) not in done:
-            rows.append(run(function, method, seed, options.steps))
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+    out: Path | None = options.out
+    for seed in range(options.seeds):
+        for function, method in product(options.functions, options.methods):
+            if (function, method, seed) not in done:
+                rows.append(run(function, method, seed, options.steps))
+                if out is not None:
+                    with out.open("a") as file:
+                        file.write(json.dumps(rows[-1]) + "\n")
     for function in options.functions:
         report(function, [row for row in rows if row["function"] == function], options.steps)
 

@@ -12,6 +12,7 @@ expected improvement. The table has the best value so far as a mean over seeds; 
 
 import argparse
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,8 @@ def propose(method: str, x: Tensor, y: Tensor, seed: int) -> Tensor:
         kernel = get_covar_module_with_dim_scaled_prior(ard_num_dims=x.shape[1])
         if method == "tangent + stationary":
             tangent = TangentKernel(train(x, y, seed))
-            tangent.prior_precision = tangent(x, diag=True).detach().mean()  # a variance of one to start from
+            variances: Any = tangent(x, diag=True)
+            tangent.prior_precision = variances.detach().mean()  # a variance of one to start from
             kernel = tangent + kernel
         surrogate = SingleTaskGP(x, y, covar_module=kernel)
         fit_gpytorch_mll(ExactMarginalLogLikelihood(surrogate.likelihood, surrogate))

@@ -707,6 +707,7 @@ class Exact(Method):
         if not holds_rows(problem.features, problem.memory_of(self.max_memory)):
             return model
         if problem.measured:
+            assert isinstance(model.likelihood, Gaussian)
             precisions = model.likelihood.noise_precisions().double().to(model.features.device)
             energy = float((model.residuals(model.offset).square() * precisions).nansum())
             if lost_by_rows(problem.features, _MEASURED_RATIO * energy) <= MOST_LOST:
