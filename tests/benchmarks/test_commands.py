@@ -54,8 +54,8 @@ def test_gpu_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module("benchmarks.kernels").main(["--quick"])
     errors = {row[1]: float(row[2]) for row in rows(capsys.readouterr().out) if row[2]}
-    assert len(errors) == 4
-    assert errors["condition"] < 0.3
+    assert len(errors) == 3
+    assert errors["condition, at most 100 passes"] < 0.3
 
 
 def test_optimisation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
