@@ -172,6 +172,14 @@ def test_classes_that_are_equal_up_to_rounding_count_for_adaptive_scores() -> No
     assert_close(scores, torch.full((2, 1), both, dtype=torch.float64))
 
 
+def test_adaptive_sets_have_one_class_at_least() -> None:
+    """The most probable one, where its probability alone is larger than the threshold."""
+    logits = torch.tensor([[0.9, 0.06, 0.04], [0.4, 0.35, 0.25]], dtype=torch.float64).log()
+    seen = SplitConformal.of(torch.full((9, 1), 0.8, dtype=torch.float64), 2, penalty=0.1)
+    prediction = make_prediction(logits, torch.zeros(2, 2, 3, dtype=torch.float64), Categorical(), conformal=seen)
+    assert prediction.prediction_set(0.5).tolist() == [[True, False, False], [True, False, False]]
+
+
 def test_a_file_keeps_the_penalty(tmp_path) -> None:
     la = LinearisedLaplace(sure_classifier(), "classification", method="exact", num_samples=16)
     la.fit([labels_with_noise(50, 0)], progress=False).calibrate_conformal([labels_with_noise(59, 11)], penalty=0.2)
