@@ -152,6 +152,19 @@ def test_a_last_layer() -> None:
     assert_close(pred.stddev.flatten().double(), expected.diagonal().sqrt(), rtol=1e-5, atol=0)
 
 
+def test_some_elements_of_the_weights() -> None:
+    model, (x, y), points = mlp(), data(30), torch.randn(3, 2)
+    masks = {"0.weight": torch.tensor([[True, False], [False, True], [True, True], [False, False], [True, False]])}
+    masks["3.bias"] = torch.ones(1, dtype=torch.bool)
+    pred = fitted(model, x, y, method="exact", parameters=masks).propagate(lambda f: forces(f, points))
+    names = [name for name, _ in model.named_parameters()]
+    chosen = torch.cat([masks.get(n, torch.zeros_like(p, dtype=torch.bool)).flatten() for n, p in
+                        zip(names, model.parameters(), strict=True)])  # fmt: skip
+    R, H = rows(forces, model, points)[:, chosen], precision(model, x)[chosen][:, chosen]
+    expected = (R @ torch.linalg.solve(H, R.T)).diagonal().sqrt()
+    assert_close(pred.stddev.flatten().double(), expected, rtol=1e-5, atol=0)
+
+
 # Functions ------------------------------------------------------------------------------------------------------------
 
 
