@@ -74,6 +74,8 @@ class OnTrainingData:
     _BY_HEART = 0.75
     # A network without any training has a mean squared error of one or two variances of standardised targets.
     _OTHER_UNITS = 4.0
+    # Fewer targets of an output say little of their own variance: with ten it is known to a half.
+    _ENOUGH_OF_UNITS = 10
 
     fit: Fit
     some: Tensor
@@ -135,14 +137,8 @@ class OnTrainingData:
 
             ours, own = mean_log_prob(f, spread + noise), mean_log_prob(f, noise + 0 * f)
             constant = mean_log_prob(centre.expand_as(f), variance.expand_as(f))
-            error, of_targets = float((y - f).square().nanmean()), float(variance.mean())
-            if not held_out and error > self._OTHER_UNITS * of_targets > 0:
-                return [
-                    f"The network is off its training targets by {math.sqrt(error):.3g} (root mean square), where "
-                    f"these have a standard deviation of {math.sqrt(of_targets):.3g}, which a network that was trained "
-                    "on them is not. If it was trained on standardised targets, give these, or put its outputs into "
-                    "the units of the targets."
-                ]
+            if not held_out and (said := self._other_units(y, f)) is not None:
+                return [said]
         elif (labels := labelled(likelihood)) is not None:
             counts = likelihood.weights(y)[:, None] * labels.given(likelihood.unweighted_targets(y))
             if not bool((counts > 0).any()):
@@ -178,6 +174,26 @@ class OnTrainingData:
             "fewer targets than their level says. Train with weight decay, stop early, give more data, or pass "
             "`val_loader`, data that the network was not trained on, which choose the noise."
         ]
+
+    def _other_units(self, y: Float[Tensor, "n C"], f: Float[Tensor, "n C"]) -> str | None:
+        """What says that targets of a regression are not those that the network was trained on, in words."""
+        unit = 1.0 if self.weights is None else self.weights[self.some].to(y)
+        y, f = y / unit, f / unit
+        centre, enough_of_them = y.nanmean(0), (~y.isnan()).sum(0) >= self._ENOUGH_OF_UNITS
+        error, variance = (y - f).square().nanmean(0), (y - centre).square().nanmean(0)
+        # Of targets that are constant up to rounding there is no unit.
+        seen = enough_of_them & (variance > 1e-6 * centre.square()) & (variance > 0)
+        ratio = (error / variance).where(seen, 0.0)
+        if not float(ratio.max()) > self._OTHER_UNITS:
+            return None
+        worst = int(ratio.argmax())
+        which = f" of output {worst}" if y.shape[1] > 1 else ""
+        off, spread = math.sqrt(float(error[worst])), math.sqrt(float(variance[worst]))
+        return (
+            f"The network is off its training targets{which} by {off:.3g} (root mean square), where these have a "
+            f"standard deviation of {spread:.3g}, which a network that was trained on them is not. If it was trained "
+            "on standardised targets, give these, or put its outputs into the units of the targets."
+        )
 
     def _known_by_heart(self, constant: float, own: float) -> str | None:
         """What says that the noise of a regression is not that of new data, in words.

@@ -556,8 +556,9 @@ class LinearisedLaplace:
             num_samples: use only the first so many of `samples_`.
             outputs: names of attributes of predictions, such as `"probs"`, `"mean"`, `"samples"`, `"entropy"`. By
                 default `"probs"` or `"mean"`, and `"stddev"` and `"epistemic"` where predictions have them.
-            level: adds `"lower"` and `"upper"`, the ends of `interval(level)`, for a regression, or `"set"`, that of
-                `prediction_set(level)`, for a classification; after `calibrate_conformal` they have its guarantee.
+            level: one probability, which adds `"lower"` and `"upper"`, the ends of `interval(level)`, for a regression,
+                or `"set"`, that of `prediction_set(level)`, for a classification. After `calibrate_conformal` they have
+                its guarantee.
             example: inputs of `predict`, with which the network is traced and the module checked. By default the few
                 training data that the posterior keeps to recognise its network.
 

@@ -44,6 +44,16 @@ def module_of(
             "`la.novelty_of(x)`, or `predict`."
         )
     num_samples = samples_for(num_samples, None, len(posterior.samples), call="to_module")
+    if level is not None and settings.observation is not None:
+        raise ValueError(
+            "`to_module(level=...)`: intervals are of measurements, and a module of `Gaussian(observe=T)` predicts the "
+            "outputs, without noise: leave `level` out."
+        )
+    if level is not None and posterior.conformal is not None and num_samples != posterior.conformal.num_samples:
+        raise ValueError(
+            f"`to_module(num_samples={num_samples}, level=...)`: `calibrate_conformal` saw predictions of "
+            f"{posterior.conformal.num_samples} samples: leave `num_samples` out."
+        )
     if example is None and posterior.function is None:
         raise ValueError(
             "`to_module` needs inputs to trace the network with, since this posterior keeps no training data: pass "
@@ -73,9 +83,8 @@ def module_of(
         if level is not None and posterior.conformal is not None:
             raise ValueError(
                 "`to_module(level=...)`: `calibrate_conformal` saw error bars that this posterior knows without "
-                "samples, and those of the module are of samples, so that its guarantee would not hold. Export a "
-                'posterior of the last layer (`parameters="last_layer"`) or one of `method="stochastic"`, or leave '
-                "`level` out and take the quantile of scores that the module gives on held-out data."
+                "samples, and those of the module are of samples, so that its guarantee would not hold. Leave `level` "
+                'out, or fit with `method="stochastic"`, whose predictions are of samples, too.'
             )
         expected = predict(network, posterior, fit, x, num_samples=num_samples, seed=settings.seed)
         _tell_of_noise(module, x, expected, num_samples, level)
@@ -159,9 +168,15 @@ def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction, num: i
     pairs = [
         (name, value, known[name] if name in known else getattr(expected, name)) for name, value in module(x).items()
     ]
-    if noisy := [f"`{name}`" for name, a, b in pairs if not difference(a, b) <= rounding(b.dtype)]:  # also if NaN
+    if noisy := [f"`{name}`" for name, a, b in pairs if not _are_close(a, b)]:  # also if NaN
         warnings.warn(
             f"`to_module`: {', '.join(noisy)} of the module are those of {num} samples, by which standard deviations "
             f"are accurate to {(2 * num) ** -0.5:.2g}; `predict` knows the covariances of this posterior without.",
             stacklevel=6,
         )
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    return bool(difference(a, b) <= rounding(b.dtype))

@@ -191,6 +191,15 @@ def _at_level(pred: Any) -> dict[str, Tensor]:
     return {"set": pred.prediction_set(0.8)}
 
 
+def test_sets_of_samples_where_covariances_are_known() -> None:
+    """Sets of truth values are compared as well, where a notice names what is of samples."""
+    la, x = fitted("mlp", method="kfac")
+    with pytest.warns(UserWarning, match="stddev"):
+        found = la.to_module(level=0.9)(x)["set"]
+    assert found.dtype == torch.bool
+    assert (found == la.predict(x).prediction_set(0.9)).double().mean() > 0.8
+
+
 def test_levels_that_a_module_cannot_have() -> None:
     la, x = fitted("mlp", "poisson")
     with pytest.raises(ValueError, match="'poisson'"):
@@ -199,7 +208,7 @@ def test_levels_that_a_module_cannot_have() -> None:
     with pytest.raises(ValueError, match="level"):
         la.to_module(level=1.5)
     la.calibrate_conformal([(x, torch.randn(8, 3))])
-    with pytest.raises(ValueError, match="6 samples"):
+    with pytest.raises(ValueError, match="leave `num_samples` out"):
         la.to_module(num_samples=3, level=0.8)
     la, x = fitted("mlp", "regression", method="exact")
     la.calibrate_conformal([(x, torch.randn(8, 3))])

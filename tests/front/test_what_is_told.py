@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from laplace_sampling import (
     CalibrationWarning,
     ConvergenceWarning,
+    Data,
     Gaussian,
     LinearisedLaplace,
     RegressionPrediction,
@@ -146,6 +147,23 @@ def test_targets_in_other_units_than_those_of_the_training_are_told(learn: bool)
     ):
         la.fit_hyperparameters([(x, 50 + 10 * y)], progress=False)
     la.fit_hyperparameters([(x, y + y.mean())], progress=False)  # a bias is no other unit
+
+
+def test_units_are_judged_by_each_output_and_as_they_were_given() -> None:
+    """Outputs of large numbers hide no others, noise variances are no units, and few targets say nothing."""
+    model, [(x, y)], _ = trained("regression", decay=0.1)
+    both = nn.Sequential(model, nn.Linear(1, 2).double())
+    with torch.no_grad():
+        both[1].weight.copy_(torch.tensor([[1.0], [100.0]])), both[1].bias.zero_()
+    two = torch.cat([50 + y, 100 * y], 1)
+    with pytest.warns(CalibrationWarning, match=r"of output 0 by 50 .*standard deviation of 0\.7"):
+        LinearisedLaplace(both, Gaussian(torch.ones(2))).fit_hyperparameters([(x, two)], progress=False)
+    few = torch.cat([y, 100 * y], 1)
+    few[5:, 1], few[:5, 1] = torch.nan, 1000.0 + torch.arange(5)
+    LinearisedLaplace(both, Gaussian(torch.ones(2))).fit_hyperparameters([(x, few)], progress=False)
+    la, variances = LinearisedLaplace(model, "regression"), Data(noise_variances=torch.full((len(x),), 100.0))
+    with pytest.warns(CalibrationWarning, match=r"by 51 .*standard deviation of 7\.\d"):
+        la.fit_hyperparameters([(x, 50 + 10 * y)], data=variances, progress=False)
 
 
 def test_a_classification_without_error_bars_says_so() -> None:
