@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="where to draw each problem")
     parser.add_argument("--side", type=int, help="of phantoms and of the tooth")
     parser.add_argument("--angles", type=int, nargs="+", default=[12, 20, 36], help="of the tooth")
+    parser.add_argument("--small", action="store_true", help="a network of 20,313 weights for the tooth, not 116,013")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)

@@ -976,8 +976,8 @@ class ObservationSpaceFit(Fit):
             return super().problems
         return [
             *super().problems,
-            f"The data determine the function {self._ratio:.1g} times better than the prior, which is more than its "
-            f"rows, computed in {self._precision}, carry: standard deviations at the training data are off by about "
+            f"The data determine the function {self._ratio:.1g} times better than the prior, which is more than "
+            f"rows in {self._precision} can represent: standard deviations at the training data are off by about "
             f"{min(100 * self._lost, 100):.0f} %. Raise the prior precision, or lower that of the noise"
             + ("." if self._precision == torch.float64 else ", or use `model.double()`."),
         ]
