@@ -176,12 +176,12 @@ class OnTrainingData:
         ]
 
     def _other_units(self, y: Float[Tensor, "n C"], f: Float[Tensor, "n C"]) -> str | None:
-        """What says that targets of a regression are not those that the network was trained on, in words."""
+        """A sentence if targets of a regression are not those that the network was trained on; else `None`."""
         unit = 1.0 if self.weights is None else self.weights[self.some].to(y)
         y, f = y / unit, f / unit
         centre, enough_of_them = y.nanmean(0), (~y.isnan()).sum(0) >= self._ENOUGH_OF_UNITS
         error, variance = (y - f).square().nanmean(0), (y - centre).square().nanmean(0)
-        # Of targets that are constant up to rounding there is no unit.
+        # Targets that are constant up to rounding have no unit.
         seen = enough_of_them & (variance > 1e-6 * centre.square()) & (variance > 0)
         ratio = (error / variance).where(seen, 0.0)
         if not float(ratio.max()) > self._OTHER_UNITS:

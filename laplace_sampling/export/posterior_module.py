@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,10 @@ class PosteriorModule(nn.Module):
         # As a program of plain operations the formulas are for all compilers, which do not know the classes of Python.
         sizes = ({0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC} if self.exact else None)
         with quietly():
-            self.formulas = FormulaProgram(torch.export.export(formulas, parts, dynamic_shapes=sizes, strict=False))
+            # The numbers of formulas, such as scores of held-out data, are on the CPU, and go where the network is.
+            on_cpu = tuple(None if part is None else part.cpu() for part in parts)
+            exported = torch.export.export(formulas, on_cpu, dynamic_shapes=sizes, strict=False)
+        self.formulas = FormulaProgram(exported).to(parts[0].device)
 
     def forward(self, x: Any) -> dict[str, Tensor]:
         return self.formulas(*self.program(x))
@@ -114,9 +116,8 @@ class PosteriorModule(nn.Module):
             program = HeadProgram(network.module, name, head, samples, root)
         else:
             program = _Traced(network, samples, x)
-        conformal = None if conformal is None else replace(conformal, scores=conformal.scores.to(network.device))
-        formulas = _Formulas(outputs, likelihood, calibration, has_noise, level, conformal)
-        return cls(program, formulas, x)
+        limit = None if conformal is None or level is None else _Limit.of(conformal, level)
+        return cls(program, _Formulas(outputs, likelihood, calibration, has_noise, level, limit), x)
 
 
 class _Formulas(nn.Module):
@@ -134,7 +135,7 @@ class _Formulas(nn.Module):
         super().__init__()
         self.plain, self.names, self.level = tuple(names), (*names, *names_at(level, likelihood)), level
         self.has_noise, self.likelihood = has_noise, calibration.likelihood(likelihood)
-        self.conformal = None if conformal is None or level is None else _Limit.of(conformal, level)
+        self.conformal = conformal
         self.scale, self.temperature = calibration.scale / calibration.temperature**2, calibration.temperature
 
     def forward(self, outputs: Tensor, deviations: Tensor, variance: Tensor | None) -> dict[str, Tensor]:
@@ -203,7 +204,7 @@ class _Variances(FunctionCovariance):
 
 
 class _Limit(SplitConformal):
-    """The score that new targets stay below at one level, without those that it is one of."""
+    """The score that new targets stay below at one level; it keeps no scores of single data."""
 
     @classmethod
     def of(cls, conformal: SplitConformal, level: float) -> "_Limit":  # pyright: ignore[reportIncompatibleMethodOverride]

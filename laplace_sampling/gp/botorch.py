@@ -40,7 +40,9 @@ class TangentSurrogate(TangentGP, GPyTorchModel, FantasizeMixin):  # pyright: ig
     then too narrow by a factor of five or more. As a part of the kernel of a `SingleTaskGP`, whose other part is
     BoTorch's default, the tangent is level with `SingleTaskGP`; `examples/bayesian_optimisation.py` does so:
 
-        kernel = TangentKernel(network) + get_covar_module_with_dim_scaled_prior(ard_num_dims=D)
+        tangent = TangentKernel(network)
+        tangent.prior_precision = tangent(train_X, diag=True).detach().mean()  # a variance of one to start from
+        kernel = tangent + get_covar_module_with_dim_scaled_prior(ard_num_dims=D)
         model = SingleTaskGP(train_X, train_Y, covar_module=kernel)
 
     For data too many for a Cholesky factor give that model to `laplace_sampling.kernels.condition`.

@@ -154,7 +154,7 @@ def plot_evaluation(evaluation: Any, ax: Axes = None) -> Axes:
         part.set_ylim(len(table) - 0.5, -0.5)
         part.margins(x=0.4)
         low, high = part.get_xlim()
-        # Numbers that are nearly equal are drawn so, at least a tenth of their size apart from end to end.
+        # An axis spans a tenth of its numbers at least, so that those that are nearly equal look so.
         missing = max(0.0, 0.1 * max(abs(low), abs(high)) - (high - low)) / 2
         part.set_xlim(low - missing, high + missing)
         part.tick_params(labelsize="small")

@@ -46,7 +46,7 @@ SCORES: dict[str, tuple[str, bool | None]] = {
 class _Joined:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Joins what several batches give to score."""
+        """Joins the labels or numbers of several batches."""
         return cls(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})  # type: ignore[arg-type]
 
 

@@ -95,6 +95,20 @@ def test_hyperparameters_of_a_process(method: str) -> None:
     same_on_both(tuned, gp)
 
 
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_a_module_with_conformal_intervals_or_sets(kind: str) -> None:
+    """Scores of held-out data are on the CPU, the module on the device."""
+    case = make_case(kind)
+
+    def at_level(model: nn.Module) -> dict[str, Tensor]:
+        la = LinearisedLaplace(model, kind, method="krylov", num_samples=4).fit(case.batches, progress=False)
+        la.calibrate_conformal([(torch.cat([case.x] * 3) + 0.1, torch.cat([case.y] * 3))])
+        found = la.to_module(level=0.8)(case.x.to(next(model.parameters()).device))
+        return {name: value.double() for name, value in found.items()}
+
+    same_on_both(at_level, case.model)
+
+
 def test_fits_within_a_training() -> None:
     case = make_case("regression_many_data")
 

@@ -165,7 +165,7 @@ def test_the_first_samples_and_the_usual_outputs() -> None:
     ],
 )
 def test_intervals_and_sets_of_a_level(likelihood: str, conformal: bool, penalty: float | None) -> None:
-    """Held-out targets far from the network or at its favourite class make others of conformal intervals and sets."""
+    """Held-out targets that are far from the network, or its most probable class, change intervals and sets."""
     la, x = fitted("mlp", likelihood)
     x_held = torch.randn(30, 5, generator=torch.Generator().manual_seed(3))
     pred = la.predict(x_held)
@@ -204,6 +204,11 @@ def test_levels_that_a_module_cannot_have() -> None:
     la, x = fitted("mlp", "poisson")
     with pytest.raises(ValueError, match="'poisson'"):
         la.to_module(level=0.9)
+    T = torch.randn(2, 3)
+    measured = LinearisedLaplace(nn.Linear(5, 3), Gaussian(4.0, observe=T), method="exact", num_samples=2)
+    measured.fit([(torch.randn(6, 5), torch.randn(6, 2))], progress=False)
+    with pytest.raises(ValueError, match="of measurements"):
+        measured.to_module(level=0.9)
     la, x = fitted("mlp", "regression")
     with pytest.raises(ValueError, match="level"):
         la.to_module(level=1.5)

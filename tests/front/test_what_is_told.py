@@ -161,6 +161,8 @@ def test_units_are_judged_by_each_output_and_as_they_were_given() -> None:
     few = torch.cat([y, 100 * y], 1)
     few[5:, 1], few[:5, 1] = torch.nan, 1000.0 + torch.arange(5)
     LinearisedLaplace(both, Gaussian(torch.ones(2))).fit_hyperparameters([(x, few)], progress=False)
+    constant = torch.cat([y, 100.0 + 1e-4 * y], 1)  # up to rounding: it has no unit
+    LinearisedLaplace(both, Gaussian(torch.ones(2))).fit_hyperparameters([(x, constant)], progress=False)
     la, variances = LinearisedLaplace(model, "regression"), Data(noise_variances=torch.full((len(x),), 100.0))
     with pytest.warns(CalibrationWarning, match=r"by 51 .*standard deviation of 7\.\d"):
         la.fit_hyperparameters([(x, 50 + 10 * y)], data=variances, progress=False)
