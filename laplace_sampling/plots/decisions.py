@@ -157,7 +157,8 @@ def plot_most_unsure(
             brightest number.
         y: labels of a classification, `[N]`.
         ax: axes whose place the images take; a new figure by default.
-        score: an attribute of the prediction with a number for each datum, as `"novelty"` or `"entropy"`.
+        score: an attribute of the prediction, as `"novelty"` or `"entropy"`; of a datum with several labels or outputs,
+            as the pixels of a segmentation, it is the mean.
         num: how many.
 
     Returns:
@@ -181,11 +182,9 @@ def plot_most_unsure(
             f"channel or three, but got {list(as_numbers('images', images).shape)}."
         )
     values = getattr(pred, score, None)
-    if not isinstance(values, Tensor) or values.reshape(-1).shape != (count,):
-        raise ValueError(
-            f"`plot_most_unsure(score={score!r})`: a {type(pred).__name__} has no such number of each datum."
-        )
-    chosen = values.reshape(-1).argsort(descending=True, stable=True)[:num].tolist()
+    if not isinstance(values, Tensor) or not values.dim() or len(values) != count:
+        raise ValueError(f"`plot_most_unsure(score={score!r})`: a {type(pred).__name__} has no such numbers.")
+    chosen = values.reshape(count, -1).double().mean(1).argsort(descending=True, stable=True)[:num].tolist()
     labels = None if y is None else as_numbers("`plot_most_unsure(y=...)`", y).reshape(-1).tolist()
     if labels is not None and len(labels) != count:
         raise ValueError(f"`plot_most_unsure(y=...)` has {len(labels)} labels for {count} predictions.")

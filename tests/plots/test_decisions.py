@@ -100,6 +100,19 @@ def test_the_most_unsure_images_and_what_is_predicted_of_them() -> None:
     assert ax.get_title() == f"{float(numbers.outputs[worst]):.3g} ± {stddev:.2g}"
 
 
+def test_images_with_a_class_for_each_pixel_are_ordered_by_the_mean_over_pixels() -> None:
+    pred = predicted(Categorical(class_dim=1), 9, 3, 4, 5)
+    images = torch.rand(9, 4, 5, generator=torch.Generator().manual_seed(3))
+    for score in ("epistemic", "entropy"):
+        first = plot_most_unsure(pred, images, score=score, num=9)
+        order = getattr(pred, score).mean((1, 2)).argsort(descending=True)
+        for ax, datum in zip(first.figure.axes, order.tolist(), strict=True):
+            picture = images[datum].numpy()
+            drawn = (picture - picture.min()) / (picture.max() - picture.min())
+            assert_allclose(ax.images[0].get_array(), drawn, rtol=1e-5)
+            assert not ax.get_title()
+
+
 def test_what_cannot_be_drawn_is_refused() -> None:
     pred, y = predicted(Categorical(), 5, 3), labels_of(3, 5)
     soft = torch.full((5, 3), 1 / 3)
