@@ -87,19 +87,6 @@ class LinearisedLaplace:
     Raises:
         ValueError: for settings that are not known or do not go together.
 
-    Attributes:
-        prior_precision_: `α`, `[G]`, one for each group of the prior.
-        prior_scale_: `s`, `[P]`, prior standard deviations of the weights at `α = 1`, all one without a g-prior.
-        noise_precision_: `1/σ²` of predictions, a scalar or `[C]`; `None` unless the likelihood is Gaussian.
-        effective_dimension_: `γ`, `[G]`: how many directions of weight space the data determine.
-        converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
-        samples_: posterior samples `ζ` with mean zero, `[K, P]`.
-        mode_: the mode `θ̄` of the linear model, `[P]`.
-        scale_: `τ`: predictions use the samples `√τ ζ_k`.
-        temperature_: predictions divide the outputs by it.
-        calibration_: scale and temperature, with the log-likelihoods that they were chosen by (`Calibration`).
-        history_: one `Step` for each step of `fit_hyperparameters`. An interrupted fit has the steps that it finished.
-
     Example:
         >>> import torch
         >>> from laplace_sampling import LinearisedLaplace
@@ -848,44 +835,54 @@ class LinearisedLaplace:
 
     @property
     def prior_precision_(self) -> Float[Tensor, " G"]:
+        """`α`, `[G]`, one for each group of the prior."""
         return self._require("prior_precision_").posterior.prior.precision
 
     @property
     def prior_scale_(self) -> Float[Tensor, " P"]:
+        """`s`, `[P]`, prior standard deviations of the weights at `α = 1`, all one without a g-prior."""
         return self._require("prior_scale_").posterior.prior.scale
 
     @property
     def noise_precision_(self) -> Tensor | None:
+        """`1/σ²` of predictions, a scalar or `[C]`; `None` unless the likelihood is Gaussian."""
         posterior = self._require("noise_precision_").posterior
         return posterior.calibration.likelihood(posterior.likelihood).noise_precisions()
 
     @property
     def effective_dimension_(self) -> Float[Tensor, " G"]:
+        """`γ`, `[G]`: how many directions of weight space the data determine."""
         return self._require("effective_dimension_").posterior.effective_dimension
 
     @property
     def scale_(self) -> float:
+        """`τ`: predictions use the samples `√τ ζ_k`."""
         return self._require("scale_").posterior.calibration.scale
 
     @property
     def temperature_(self) -> float:
+        """Predictions divide the outputs by it."""
         return self._require("temperature_").posterior.calibration.temperature
 
     @property
     def calibration_(self) -> Calibration:
+        """Scale and temperature, with the log-likelihoods that they were chosen by."""
         return self._require("calibration_").posterior.calibration
 
     @property
     def converged_(self) -> bool:
+        """Whether samples and mode, and hyperparameters if they were fitted, reached their tolerances."""
         return self._require("converged_").posterior.converged
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
+        """Posterior samples `ζ` with mean zero, `[K, P]`."""
         samples = self._drawn("samples_").posterior.samples
         return self.network.to_weights(samples)
 
     @property
     def mode_(self) -> Float[Tensor, " P"]:
+        """The mode `θ̄` of the linear model, `[P]`."""
         return self._mode()
 
     @solver_call
@@ -920,6 +917,7 @@ class LinearisedLaplace:
 
     @property
     def history_(self) -> list[Step]:
+        """One `Step` for each step of `fit_hyperparameters`. An interrupted fit has the steps that it finished."""
         return list(self._unfinished) or self._require("history_").posterior.history
 
     def __repr__(self) -> str:
