@@ -48,7 +48,7 @@ def hmc(
     trajectories: int,
     generator: torch.Generator,
     whiten: Callable[[Tensor], Root] | None = None,
-    leapfrogs: int = 20,
+    leapfrogs: int = 200,
 ) -> Chains:
     """Chains from starts `[C, P]`, side by side; each has a step of its own, fixed after a third of the trajectories.
 

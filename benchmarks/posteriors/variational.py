@@ -13,7 +13,7 @@ from torch.distributions import Normal
 from benchmarks.comparison.predictions import Fitted
 from benchmarks.posteriors.layers import DRAWS, Layers, by_draws
 
-RATE, FINAL_DRAWS = 1e-2, 100
+RATE, FINAL_DRAWS, HIDDEN_LOG_PRECISION = 1e-2, 100, 4.0
 
 
 class Posterior(nn.Module, ABC):
@@ -56,7 +56,8 @@ class GlobalInducing(Posterior):
     """Global inducing points (Ober & Aitchison 2021), which correlate all layers.
 
     Some inputs run through the network with the data. The weights of a layer have the posterior of Bayesian linear
-    regression, from where these inputs have got to, on learnt targets with learnt precisions.
+    regression, from where these inputs have got to, on learnt targets with learnt precisions. Those of hidden layers
+    start where a given network has them: from random ones the search ends where the network is constant.
     """
 
     def __init__(
@@ -64,17 +65,19 @@ class GlobalInducing(Posterior):
         layers: Layers,
         inputs: Tensor,
         targets: Tensor,
+        start: Tensor,
         noise: float,
-        generator: torch.Generator,
         learn_noise: bool = True,
     ) -> None:
         super().__init__(layers, noise, learn_noise)
-        num, widths = len(inputs), layers.sizes[1:]
-        hidden = [torch.randn(num, width, generator=generator, dtype=torch.float64) for width in widths[:-1]]
+        num, hidden, h = len(inputs), [], inputs
+        for matrix in layers.matrices(start)[:-1]:
+            hidden.append(torch.cat([h, torch.ones_like(h[:, :1])], 1) @ matrix)
+            h = layers.activation(hidden[-1])
         self.inputs = nn.Parameter(inputs.clone())
         self.targets = nn.ParameterList([*hidden, targets.reshape(num, 1)])
-        starts = [-4.0] * len(hidden) + [0.0]
-        self.log_precisions = nn.ParameterList(torch.full((num, 1), start).double() for start in starts)
+        starts = [HIDDEN_LOG_PRECISION] * len(hidden) + [-math.log(noise)]
+        self.log_precisions = nn.ParameterList(torch.full((num, 1), value, dtype=torch.float64) for value in starts)
 
     def sample(self, x: Tensor, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         h = torch.cat([self.inputs, x]).expand(num, -1, -1)
