@@ -75,7 +75,7 @@ def factored(matrix: Tensor, block: int = 2000) -> Tensor:
     return matrix
 
 
-def exact_in_place(model: Process, x: Tensor, y: Tensor, x_test: Tensor, block: int = 2000) -> tuple[Predicted, str]:
+def exact_in_place(model: Any, x: Tensor, y: Tensor, x_test: Tensor, block: int = 2000) -> tuple[Predicted, str]:
     """Mean and variance by the factor of all data, in the memory of their kernel matrix and of that of test data."""
     with torch.no_grad():
         noise, mean = model.likelihood.noise, model.mean_module(x[:1])
