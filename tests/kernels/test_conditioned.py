@@ -276,6 +276,18 @@ def test_a_matrix_that_memory_does_not_hold(memory: int, monkeypatch: pytest.Mon
         assert float((posterior.samples(x) - wanted).norm() / wanted.norm()) <= 1e-3
 
 
+def test_products_with_a_matrix_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that is told is the true one, though rounded sums of large entries would be as large as the noise."""
+    kernel = scaled(with_lengthscale(kernels.MaternKernel(nu=1.5, **NUMBERS), 3.0), 100.0)
+    gp = model(kernel, 1500, noise=0.003)
+    (x,) = gp.train_inputs
+    monkeypatch.setattr("laplace_sampling.kernels.kernel_rows.free_memory", lambda device: 2.0 * 4 * len(x) ** 2)
+    wanted = dense(gp, x)[0] - 0.3
+    posterior = condition(gp, 2, solver="cg")
+    assert posterior.error < 0.01
+    assert float((posterior.mean(x) - 0.3 - wanted).norm() / wanted.norm()) < 0.015
+
+
 def test_a_solver_that_does_not_converge_says_so() -> None:
     gp, x = model(KERNELS["rbf"](), noise=1e-4), inputs(2)
     with pytest.warns(ConvergenceWarning, match=r"above the tolerance of 0.01: raise `max_passes`") as warned:
