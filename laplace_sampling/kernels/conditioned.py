@@ -73,7 +73,7 @@ def condition(
         solver: `"exact"` is a Cholesky factor. `"cg"` takes conjugate gradients with a preconditioner of some rows of
             the matrix, `"projections"` the equations of one block of data at a time, and `"dual_descent"` those of a
             few data; none has a step size to tune. `"auto"` takes the factor where it fits in memory and costs less
-            than `max_passes`, or else conjugate gradients, or projections where passes are few.
+            than `max_passes`, or else a few passes of projections and then conjugate gradients.
         tolerance: of the function at the data, relative: `error` shall be below it.
         max_passes: the largest number of products of the kernel matrix with all columns.
         seed: of the samples and the solver.
