@@ -120,8 +120,9 @@ class KernelPosterior:
     """What `condition` returns: functions of inputs `[N, D]`, differentiable in them, in the units of the targets.
 
     Attributes:
-        error: the largest error of the mean and the samples at the data, relative to their norm: a bound. It is 0 with
-            inducing points: how far these are from all data it does not tell.
+        error: the largest error of the mean and the samples at the data, relative to their norm: a bound, with the
+            rounding of a matrix that memory holds in single precision only. It is 0 with inducing points: how far these
+            are from all data it does not tell.
         passes: products of the kernel matrix with all columns that the solver took.
         solver: its name, or `"inducing"`.
     """
@@ -248,8 +249,10 @@ class KernelPosterior:
         problem = Quadratic(rows, prior.noise, torch.zeros_like(targets), targets, dual=True)
         solution: Solution = self._settings.solve(problem, warm, description=f"condition, {self.solver}")
         self._weights = solution.value
-        self.error, self.passes = float(solution.error.max()), solution.passes / len(targets)
-        if self.error > self._settings.tolerance:
+        reached, self.passes = float(solution.error.max()), solution.passes / len(targets)
+        function = (targets - prior.noise * self._weights).norm(dim=1)
+        self.error = float((solution.error + rows.rounding * self._weights.norm(dim=1) / function).max())
+        if reached > self._settings.tolerance:
             warnings.warn(
                 f"`condition(solver={self.solver!r})` ended with an error of {self.error:.2g} of the function after "
                 f"{self.passes:.0f} passes, above the tolerance of {self._settings.tolerance:g}: raise `max_passes` "

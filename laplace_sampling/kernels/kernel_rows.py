@@ -51,11 +51,20 @@ class KernelRows(RowBlocks):
         return 0.5 * free_memory(self.device)
 
     def _dtype_to_hold(self) -> torch.dtype | None:
-        moved = _ROUNDING * float(self.diagonal().max()) * self.size**0.5
+        moved = self._moved()
         for dtype, allowed in ((torch.float64, True), (torch.float32, moved < 0.1 * self.noise)):
             if allowed and self.size**2 * dtype.itemsize <= self.memory:
                 return dtype
         return None
+
+    def _moved(self) -> float:
+        """By how much rounding to float32 changes `K`, in the spectral norm."""
+        return _ROUNDING * float(self.diagonal().max()) * self.size**0.5
+
+    @property
+    def rounding(self) -> float:
+        """By how much what is held differs from `K`, in the spectral norm."""
+        return self._moved() if self._dtype == torch.float32 else 0.0
 
     def entries(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
         if columns is not None:

@@ -100,8 +100,8 @@ class ScaledRows(RowBlocks):
         return self.operator.memory
 
     def entries(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
-        entries = self.operator.entries(rows, columns)
-        w = self.w.to(entries)
+        # Rounded scales would be off in the same way for a whole row, and so by more than rounded entries are.
+        entries, w = self.operator.entries(rows, columns).double(), self.w
         return entries * w[rows, None] * (w if columns is None else w[columns])
 
     def diagonal(self) -> Tensor:
@@ -236,7 +236,9 @@ class PivotedCG(RowSolver):
         rank = max(self._RANK, int(self._SHARE * problem.operator.size))
         assert isinstance(problem.operator, RowBlocks)
         preconditioner = pivoted(problem.operator, rank, self.seed)
-        solver = CG(self.tolerance, max(1, int(self.max_passes - preconditioner.passes)), preconditioner)
+        # Beside its iterations it takes a product of the start, and one for the preconditioner.
+        others = preconditioner.passes + (init is not None) + 1 / len(problem.linear)
+        solver = CG(self.tolerance, max(1, int(self.max_passes - others)), preconditioner)
         solution = solver.solve(problem, init, description=description)
         return replace(solution, passes=solution.passes + preconditioner.passes * len(problem.linear))
 
@@ -254,6 +256,8 @@ class Projections(RowSolver):
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         run = _Run(problem, init)
+        if run.passes + 2 > self.max_passes or run.done(self.tolerance):
+            return run.solution(self.tolerance)
         n, order = run.operator.size, torch.Generator().manual_seed(self.seed)
         blocks = torch.randperm(n, generator=order).split(self._BLOCK)
         factors = [self._factor(run, block) for block in blocks]
@@ -349,21 +353,23 @@ class Automatic(RowSolver):
     returns a larger residual than it started from.
     """
 
-    # Passes of projections at the start. On generated data and on kin40k conjugate gradients are level with them at
-    # five and ahead by a factor of two at ten; on bike they need seventy for what projections have after ten.
+    # Passes of projections at the start. Conjugate gradients alone need seventy on bike for what projections have after
+    # ten; on kin40k the two together are nearer than either; where the noise is large, these passes are lost.
     _FIRST = 5
+    # Passes below which neither can take a step.
+    _LEAST = 3
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         operator, settings = problem.operator, {"tolerance": self.tolerance, "seed": self.seed}
         assert isinstance(operator, RowBlocks)
         n, count = operator.size, len(problem.linear)
-        # `n³/3` operations against `2n²` for each row and pass.
-        if n <= 6 * count * self.max_passes and 8 * n**2 <= operator.memory:
+        # `n³/3` operations against `2n²` for each row and pass; a single block of projections is a factor, too.
+        if n <= max(6 * count * self.max_passes, Projections._BLOCK) and 8 * n**2 <= operator.memory:
             return Cholesky(**settings).solve(problem, init, description=description)
         solution, spent = None, 0.0
         for kind in (Projections, PivotedCG, Projections):
             left = int(self.max_passes - spent / count)
-            if solution is None or (left > 0 and not solution.converged):
+            if solution is None or (left >= self._LEAST and not solution.converged):
                 start = init if solution is None else solution.delta
                 most = min(left, self._FIRST) if solution is None else left
                 solution = kind(max_passes=most, **settings).solve(problem, start, description=description)

@@ -276,16 +276,24 @@ def test_a_matrix_that_memory_does_not_hold(memory: int, monkeypatch: pytest.Mon
         assert float((posterior.samples(x) - wanted).norm() / wanted.norm()) <= 1e-3
 
 
-def test_products_with_a_matrix_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error that is told is the true one, though rounded sums of large entries would be as large as the noise."""
+@pytest.mark.parametrize("each", [False, True])
+def test_products_with_a_matrix_in_float32(each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that is told bounds the true one, of which rounded entries take a fifth: they are off independently.
+
+    With sums in float32 the true error is larger than the bound, with scales in float32 it takes more than a third.
+    """
+    random = torch.Generator().manual_seed(2)
     kernel = scaled(with_lengthscale(kernels.MaternKernel(nu=1.5, **NUMBERS), 3.0), 100.0)
-    gp = model(kernel, 1500, noise=0.003)
+    noise = 0.003 * 10 ** (0.3 * torch.rand(1500, generator=random, dtype=torch.float64)) if each else 0.003
+    gp = model(kernel, 1500, noise=noise)
     (x,) = gp.train_inputs
+    gp.set_train_data(x, gp.train_targets + torch.randn(1500, generator=random, dtype=torch.float64), strict=False)
+    gp.eval()
     monkeypatch.setattr("laplace_sampling.kernels.kernel_rows.free_memory", lambda device: 2.0 * 4 * len(x) ** 2)
     wanted = dense(gp, x)[0] - 0.3
-    posterior = condition(gp, 2, solver="cg")
-    assert posterior.error < 0.01
-    assert float((posterior.mean(x) - 0.3 - wanted).norm() / wanted.norm()) < 0.015
+    posterior = condition(gp, 2, solver="cg", tolerance=1e-4)
+    assert 0.01 < posterior.error < 0.1
+    assert float((posterior.mean(x) - 0.3 - wanted).norm() / wanted.norm()) < 0.28 * posterior.error
 
 
 def test_a_solver_that_does_not_converge_says_so() -> None:
