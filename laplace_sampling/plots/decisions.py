@@ -182,7 +182,7 @@ def plot_most_unsure(
             f"channel or three, but got {list(as_numbers('images', images).shape)}."
         )
     values = getattr(pred, score, None)
-    if not isinstance(values, Tensor) or not values.dim() or len(values) != count:
+    if not isinstance(values, Tensor) or (values.shape != pred.epistemic.shape and values.shape.numel() != count):
         raise ValueError(f"`plot_most_unsure(score={score!r})`: a {type(pred).__name__} has no such numbers.")
     chosen = values.reshape(count, -1).double().mean(1).argsort(descending=True, stable=True)[:num].tolist()
     labels = None if y is None else as_numbers("`plot_most_unsure(y=...)`", y).reshape(-1).tolist()

@@ -130,8 +130,9 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     for images in (torch.zeros(4, 2, 2), torch.zeros(5, 2, 2, 2), torch.zeros(5, 4)):
         with pytest.raises(ValueError, match="images"):
             plot_most_unsure(pred, images)
-    with pytest.raises(ValueError, match="surprise"):
-        plot_most_unsure(pred, torch.zeros(5, 2, 2), score="surprise")
+    for score in ("surprise", "probs"):
+        with pytest.raises(ValueError, match=score):
+            plot_most_unsure(pred, torch.zeros(5, 2, 2), score=score)
     with pytest.raises(ValueError, match="labels"):
         plot_most_unsure(pred, torch.zeros(5, 2, 2), y[:3])
     with pytest.raises(ValueError, match="num"):
