@@ -182,7 +182,8 @@ def plot_most_unsure(
             f"channel or three, but got {list(as_numbers('images', images).shape)}."
         )
     values = getattr(pred, score, None)
-    if not isinstance(values, Tensor) or (values.shape != pred.epistemic.shape and values.shape.numel() != count):
+    allowed = [getattr(pred, "epistemic", torch.empty(0)).shape, torch.Size([count]), torch.Size([count, 1])]
+    if not isinstance(values, Tensor) or values.shape not in allowed:
         raise ValueError(f"`plot_most_unsure(score={score!r})`: a {type(pred).__name__} has no such numbers.")
     chosen = values.reshape(count, -1).double().mean(1).argsort(descending=True, stable=True)[:num].tolist()
     labels = None if y is None else as_numbers("`plot_most_unsure(y=...)`", y).reshape(-1).tolist()
