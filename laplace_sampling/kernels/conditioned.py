@@ -251,7 +251,8 @@ class KernelPosterior:
         self._weights = solution.value
         reached, self.passes = float(solution.error.max()), solution.passes / len(targets)
         function = (targets - prior.noise * self._weights).norm(dim=1)
-        self.error = float((solution.error + rows.rounding * self._weights.norm(dim=1) / function).max())
+        rounding = rows.rounding * self._weights.norm(dim=1) / function.clamp_min(torch.finfo(function.dtype).tiny)
+        self.error = float((solution.error + rounding).max())
         if reached > self._settings.tolerance:
             warnings.warn(
                 f"`condition(solver={self.solver!r})` ended with an error of {self.error:.2g} of the function after "

@@ -158,6 +158,33 @@ def test_ten_passes_are_never_worse_than_five(solver: str, settings: tuple[float
     assert errors[0] <= float((f - 0.3).norm())
 
 
+def test_targets_that_are_the_mean() -> None:
+    gp = model(KERNELS["rbf"]())
+    (data,) = gp.train_inputs
+    gp.set_train_data(targets=gp.mean_module(data).detach(), strict=False)
+    for solver in ("exact", "cg", "projections"):
+        posterior = condition(gp, 1, solver=solver)
+        assert posterior.error < 0.01
+        torch.testing.assert_close(posterior.mean(inputs(5)), torch.full((5,), 0.3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("passes", [3, 6, 8])
+def test_a_limit_of_passes(passes: int) -> None:
+    """With the products of a start and of preconditioners, also where more data go on from a solution."""
+    gp, x, _ = generated(*SETS[1], n=1200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        first = condition(gp, 1, solver="auto", max_passes=passes, tolerance=1e-6)
+        more = first.extended(x[:7], x[:7, 0])
+    assert max(first.passes, more.passes) <= passes + 1
+    assert max(first.error, more.error) < 1
+
+
+def test_few_data_are_factored_whatever_the_passes() -> None:
+    gp = model(KERNELS["rbf"](), 300)
+    assert condition(gp, 1, max_passes=1).error < 1e-8
+
+
 @pytest.mark.usefixtures("small")
 def test_early_conjugate_gradients_are_never_worse_than_no_data() -> None:
     """Without the state of the least residual they are, at such a noise and with a small preconditioner."""
