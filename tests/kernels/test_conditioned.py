@@ -168,7 +168,7 @@ def test_targets_that_are_the_mean() -> None:
         torch.testing.assert_close(posterior.mean(inputs(5)), torch.full((5,), 0.3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("passes", [3, 6, 8])
+@pytest.mark.parametrize("passes", [3, 6, 8, 12])
 def test_a_limit_of_passes(passes: int) -> None:
     """With the products of a start and of preconditioners, also where more data go on from a solution."""
     gp, x, _ = generated(*SETS[1], n=1200)
@@ -176,7 +176,7 @@ def test_a_limit_of_passes(passes: int) -> None:
         warnings.simplefilter("ignore", ConvergenceWarning)
         first = condition(gp, 1, solver="auto", max_passes=passes, tolerance=1e-6)
         more = first.extended(x[:7], x[:7, 0])
-    assert max(first.passes, more.passes) <= passes + 1
+    assert max(first.passes, more.passes) <= passes + 0.1
     assert max(first.error, more.error) < 1
 
 
