@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.comparison.processes import Sparse, gpytorch
 from benchmarks.data.uci import LARGE_SETS, Split, load_large
 from laplace_sampling.kernels import condition, tune
+from laplace_sampling.solvers.lapack import solve_
 
 TUNED, EXACT, POINTS = 1000, (2000, 20_000), 1000
 STEPS, BATCH, STEP_SIZE = 5000, 1000, 0.01
@@ -48,8 +49,8 @@ def standardised(split: Split) -> tuple[Tensor, ...]:
     """Inputs and targets of training and test data, in units of the training data."""
     found: list[Tensor] = []
     for train, test in ((split.x, split.x_test), (split.y, split.y_test)):
-        mean, sd = train.mean(0), train.std(0)
-        found += [torch.as_tensor((part - mean) / np.where(sd > 0, sd, 1)) for part in (train, test)]
+        mean, sd = train.mean(0), np.where(train.min(0) < train.max(0), train.std(0), 1)
+        found += [torch.as_tensor((part - mean) / sd) for part in (train, test)]
     return found[0], found[2], found[1], found[3]
 
 
@@ -61,39 +62,18 @@ def of_samples(model: Process, x_test: Tensor, num_samples: int, **settings: Any
     return (mean, variance + posterior.noise_of_new()), f"{posterior.passes:.0f} passes, error {posterior.error:.2g}"
 
 
-def factored(matrix: Tensor, block: int = 2000) -> Tensor:
-    """The lower Cholesky factor in the place of a matrix: half of its memory would not suffice for a copy."""
-    for start in range(0, len(matrix), block):
-        end = start + block
-        matrix[start:end, start:end] = torch.linalg.cholesky(matrix[start:end, start:end])
-        corner = matrix[start:end, start:end]
-        below = torch.linalg.solve_triangular(corner.mT, matrix[end:, start:end], upper=True, left=False)
-        matrix[end:, start:end] = below
-        for left in range(end, len(matrix), block):
-            rows = below[left - end :]
-            matrix[left:, left : left + block] -= rows @ rows[:block].mT
-    return matrix
-
-
 def exact_in_place(model: Any, x: Tensor, y: Tensor, x_test: Tensor, block: int = 2000) -> tuple[Predicted, str]:
-    """Mean and variance by the factor of all data, in the memory of their kernel matrix and of that of test data."""
+    """Mean and variance by the factor of all data, in the memory of their kernel matrix."""
     with torch.no_grad():
         noise, mean = model.likelihood.noise, model.mean_module(x[:1])
         matrix = torch.empty(len(x), len(x), dtype=torch.float64)
         for start in range(0, len(x), block):
             matrix[start : start + block] = model.covar_module(x[start : start + block], x).to_dense()
         matrix.diagonal().add_(noise)
-        factor = factored(matrix, block)
         right = torch.cat([model.covar_module(x, x_test).to_dense(), y[:, None] - mean], 1)
-        for start in range(0, len(x), block):
-            end = start + block
-            right[start:end] -= factor[start:end, :start] @ right[:start]
-            right[start:end] = torch.linalg.solve_triangular(
-                factor[start:end, start:end], right[start:end], upper=False
-            )
-        cross, whitened = right[:, :-1], right[:, -1]
+        solved, cross = solve_(matrix, right), right[:, :-1]
         prior: Any = model.covar_module(x_test, diag=True)
-        return (mean + cross.mT @ whitened, prior - cross.square().sum(0) + noise), "a factor in place"
+        return (mean + cross.mT @ solved[:, -1], prior - (cross * solved[:, :-1]).sum(0) + noise), "a factor in place"
 
 
 def variational(x: Tensor, y: Tensor, x_test: Tensor, points: int, steps: int) -> tuple[Predicted, str]:

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.solvers [--data 10000] [--networks NAME ...] [--quick]`: passes over the data for a sample.
+"""`python -m benchmarks.solvers [--data 10000] [--networks NAME ...] [--double] [--quick]`: passes for a sample.
 
-Posterior samples of trained networks by the library's Jacobian products, in float32, at the prior precision that a fit
-by Kronecker factors finds: by SVRG, SGD as it is published (momentum, a decay of the step), conjugate gradients and
-block Krylov of the library, and by dual steps, which are here alone. A pass is a JVP and a VJP of all data for one of
-four samples. The error is that of the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ*‖_B`, of all samples
-together. Runs are of 5, 10, … 160 passes, those of SVRG of 1 to 64 full products; between two of them the logarithm of
-the error is interpolated.
+Posterior samples of trained networks by the library's Jacobian products, at the prior precision that a fit by Kronecker
+factors finds, in float32 unless `--double` is given: by SVRG, SGD as it is published (momentum, a decay of the step),
+conjugate gradients and block Krylov of the library, and by dual steps, which are here alone. A pass is a JVP and a VJP
+of all data for one of four samples. The error is that of the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ*‖_B`,
+of all samples together. Runs are of 5, 10, … 160 passes, those of SVRG of 1 to 128 full products; between two of them
+the logarithm of the error is interpolated.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from laplace_sampling.solvers.operator import largest_of_batches
 from laplace_sampling.solvers.solver import Quadratic, Solver
 
 SAMPLES, BATCH, TARGETS, NOISE, MOMENTUM = 4, 100, (0.01, 0.001), 0.1, 0.9
-LENGTHS, PRODUCTS, DENSE = (5, 10, 20, 40, 80, 160), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), 4000
+LENGTHS, PRODUCTS, DENSE = (5, 10, 20, 40, 80, 160), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128), 4000
 
 # The samples after a run of some length, and the passes that all of them took together.
 Run = Callable[[int], tuple[Tensor, float]]
@@ -119,7 +119,7 @@ def by_dual_steps(ggn: GGN, problem: Quadratic, noise: Tensor) -> Run:
 def exact(ggn: GGN, problem: Quadratic) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The samples, and products with `M`: by `M` in full, or by many conjugate gradients where that is large."""
     if ggn.size > DENSE:
-        return CG(1e-5, 5000).solve(problem).value.double(), lambda v: ggn.matmul(v.float()).double()
+        return CG(1e-5, 5000).solve(problem).value.double(), lambda v: ggn.matmul(v.to(problem.centre)).double()
     M = ggn.accumulated()
     shift = problem.precision.double()
     factor = torch.linalg.cholesky(M + shift.diag())
@@ -143,7 +143,7 @@ def rows(name: str, num_data: int, longest: int, steps: int) -> Iterator[list[st
     ggn, draws = model.ggn(model.network_outputs), Draws(SAMPLES, seed=0)
     noise = draws.noise(model.features.num_outputs)
     la = LinearisedLaplace(net, likelihood, method="kfac").fit_hyperparameters(batches, progress=False)
-    alpha = la.prior_precision_.float()
+    alpha = la.prior_precision_.to(x)
     centre = draws.prior(ggn.size) / alpha.sqrt()
     problem = Quadratic(ggn, alpha.expand(ggn.size), centre, ggn.root_matmul(noise))
     truth, product = exact(ggn, problem)
@@ -175,9 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=int, default=10_000)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--double", action="store_true", help="float64")
     parser.add_argument("--quick", action="store_true", help="few data and short runs of one network")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64 if options.double else torch.float32)
     num_data, longest, steps = (500, 10, 100) if options.quick else (options.data, LENGTHS[-1], 3000)
     heads = (
         "network",

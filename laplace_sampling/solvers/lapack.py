@@ -1,23 +1,23 @@
-"""Dense algebra that overwrites a Gram matrix: by LAPACK on a CPU, by torch elsewhere.
+"""Dense algebra that overwrites a Gram matrix.
 
-torch copies its arguments and takes up to three times their memory. With LAPACK the matrix itself is the limit of what
-fits in memory, which for exact methods is the number of observations.
+torch copies its arguments and takes up to three times their memory. Here the matrix itself is the limit of what fits in
+memory, which for exact methods is the number of observations. Products and Cholesky factors go block by block: with
+some numbers of threads the OpenBLAS of scipy ends the process in `syrk` and `potrf` of more than 15,000 rows.
 """
 
 from collections.abc import Iterable
 
-import numpy as np
 import scipy.linalg
 import torch
 from jaxtyping import Float
-from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue]
-from scipy.linalg.lapack import dpotrf, dpotrs  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from laplace_sampling.solvers.recorded import recorded
 
 # The condition of `H` up to which a Cholesky factor of it has six digits left: a definition.
 _MOST_CONDITION = 1e10
+# Columns of a block. Half and twice change the time of a sum by 5 %, of a factor by less.
+_BLOCK = 512
 
 
 def check_finite(K: Float[Tensor, "n n"]) -> None:
@@ -51,23 +51,19 @@ def symmetric_eigen(K: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float
 def sum_of_squares(blocks: Iterable[Float[Tensor, "m P"]], size: int, device: torch.device) -> Float[Tensor, "P P"]:
     """`Σ RᵀR` over blocks of rows `R` of any precision, each product and the sum in float64.
 
-    On a CPU by BLAS's `syrk`, which computes one triangle: `m P²` operations, half of those of a general product.
+    Only blocks on the diagonal and to the right of it are computed: half of the operations of a general product.
     """
     total = torch.zeros(size, size, dtype=torch.float64, device=device)
     for block in blocks:
         rows = block.double()
-        if device.type != "cpu":
-            total.addmm_(rows.T, rows)
-        else:
-            # Both transposes are in Fortran's order, and `total` itself is overwritten.
-            dsyrk(1.0, rows.contiguous().numpy().T, beta=1.0, c=total.numpy().T, lower=1, overwrite_c=1)
-    if device.type == "cpu":
-        _mirror_(total)
+        for start in range(0, size, _BLOCK):
+            total[start : start + _BLOCK, start:].addmm_(rows[:, start : start + _BLOCK].T, rows[:, start:])
+    _mirror_(total)
     return total
 
 
 def _mirror_(G: Float[Tensor, "n n"]) -> None:
-    """Copies the upper triangle, the one that LAPACK writes, to the lower one."""
+    """Copies the upper triangle to the lower one."""
     # A few rows at a time, to need no second matrix.
     for rows in torch.arange(len(G)).split(512):
         first, last = int(rows[0]), int(rows[-1]) + 1
@@ -95,17 +91,31 @@ def batched_eigen(matrices: Float[Tensor, "*q n n"]) -> tuple[Float[Tensor, "*q 
 @recorded
 def solve_(G: Float[Tensor, "n n"], right: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     """`G⁻¹ right` of a positive definite matrix, which is overwritten."""
-    if G.device.type != "cpu":
-        return torch.cholesky_solve(right, torch.linalg.cholesky(G))
-    return torch.from_numpy(np.ascontiguousarray(dpotrs(_cholesky_(G), right.numpy(), lower=1)[0]))
+    _cholesky_(G)
+    found = right.clone()
+    starts = range(0, len(G), _BLOCK)
+    for start in starts:
+        block = slice(start, start + _BLOCK)
+        part = found[block] - G[block, :start] @ found[:start]
+        found[block] = torch.linalg.solve_triangular(G[block, block], part, upper=False)
+    for start in reversed(starts):
+        block, end = slice(start, start + _BLOCK), start + _BLOCK
+        part = found[block] - G[end:, block].T @ found[end:]
+        found[block] = torch.linalg.solve_triangular(G[block, block].T, part, upper=True)
+    return found
 
 
-def _cholesky_(G: Float[Tensor, "n n"]) -> np.ndarray:
-    """A Cholesky factor in the lower triangle of the transpose, which is in Fortran's order."""
-    factor, failed = dpotrf(G.numpy().T, lower=1, clean=0, overwrite_a=1)
-    if failed:
-        raise FloatingPointError("A Gram matrix with noise is not finite, or not positive definite.")
-    return factor
+def _cholesky_(G: Float[Tensor, "n n"]) -> None:
+    """The Cholesky factor in the lower triangle; what is above blocks on the diagonal stays as it was."""
+    for start in range(0, len(G), _BLOCK):
+        end = start + _BLOCK
+        columns = G[start:, start:end]
+        columns.addmm_(G[start:, :start], G[start:end, :start].T, alpha=-1)
+        factor, failed = torch.linalg.cholesky_ex(columns[:_BLOCK])
+        if failed:
+            raise FloatingPointError("A Gram matrix with noise is not finite, or not positive definite.")
+        columns[:_BLOCK] = factor
+        columns[_BLOCK:] = torch.linalg.solve_triangular(factor.T, columns[_BLOCK:], upper=True, left=False)
 
 
 def accurate_factor(matrix: Tensor, precision: Tensor) -> Tensor | None:

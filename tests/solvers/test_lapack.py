@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from laplace_sampling.solvers.lapack import batched_eigen, solve_, symmetric_eigen
+from laplace_sampling.solvers.lapack import batched_eigen, solve_, sum_of_squares, symmetric_eigen
 
 
 def test_eigenvalues_of_small_and_singular_matrices() -> None:
@@ -17,12 +17,25 @@ def test_eigenvalues_of_small_and_singular_matrices() -> None:
     assert_close((vectors * values) @ vectors.T, rows @ rows.T)
 
 
-def test_solves_in_place() -> None:
-    rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    G, right = rows @ rows.T + torch.eye(7, dtype=torch.float64), rows[:, :2].contiguous()
+# One block, and five of which the last has 52 rows.
+@pytest.mark.parametrize("size", [7, 2100])
+def test_solves_in_place(size: int) -> None:
+    rows = torch.randn(size, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    G, right = rows @ rows.T + torch.eye(size, dtype=torch.float64), rows[:, :2].contiguous()
     assert_close(G @ solve_(G.clone(), right), right)
     with pytest.raises(FloatingPointError, match="Gram"):
         solve_(-G, right)
+    G[-1, -1] = -1
+    with pytest.raises(FloatingPointError, match="Gram"):
+        solve_(G, right)
+
+
+@pytest.mark.parametrize("size", [7, 2100])
+def test_sums_of_squares_of_rows_are_whole_and_symmetric(size: int) -> None:
+    rows = torch.randn(11, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    total = sum_of_squares(rows.split(4), size, rows.device)
+    assert_close(total, rows.T @ rows)
+    assert torch.equal(total, total.T)
 
 
 def test_float64_takes_over_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
