@@ -63,7 +63,7 @@ def of_samples(model: Process, x_test: Tensor, num_samples: int, **settings: Any
 
 
 def exact_in_place(model: Any, x: Tensor, y: Tensor, x_test: Tensor, block: int = 2000) -> tuple[Predicted, str]:
-    """Mean and variance by the factor of all data, in the memory of their kernel matrix."""
+    """Mean and variance by the factor of all data, in place of their kernel matrix; test data take three of theirs."""
     with torch.no_grad():
         noise, mean = model.likelihood.noise, model.mean_module(x[:1])
         matrix = torch.empty(len(x), len(x), dtype=torch.float64)

@@ -16,7 +16,7 @@ from laplace_sampling.solvers.recorded import recorded
 
 # The condition of `H` up to which a Cholesky factor of it has six digits left: a definition.
 _MOST_CONDITION = 1e10
-# Columns of a block. Half and twice change the time of a sum by 5 %, of a factor by less.
+# Columns of a block. Half and twice change times by about a tenth.
 _BLOCK = 512
 
 
@@ -51,7 +51,7 @@ def symmetric_eigen(K: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float
 def sum_of_squares(blocks: Iterable[Float[Tensor, "m P"]], size: int, device: torch.device) -> Float[Tensor, "P P"]:
     """`Σ RᵀR` over blocks of rows `R` of any precision, each product and the sum in float64.
 
-    Only blocks on the diagonal and to the right of it are computed: half of the operations of a general product.
+    Only blocks on the diagonal and to the right of it are computed: of many columns half of a general product.
     """
     total = torch.zeros(size, size, dtype=torch.float64, device=device)
     for block in blocks:

@@ -17,24 +17,35 @@ def test_eigenvalues_of_small_and_singular_matrices() -> None:
     assert_close((vectors * values) @ vectors.T, rows @ rows.T)
 
 
-# One block, and five of which the last has 52 rows.
-@pytest.mark.parametrize("size", [7, 2100])
+# One block, one and a row, and five of which the last has 52 rows.
+SIZES = [7, 513, 2100]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_solves_in_place(size: int) -> None:
     rows = torch.randn(size, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     G, right = rows @ rows.T + torch.eye(size, dtype=torch.float64), rows[:, :2].contiguous()
-    assert_close(G @ solve_(G.clone(), right), right)
-    with pytest.raises(FloatingPointError, match="Gram"):
-        solve_(-G, right)
-    G[-1, -1] = -1
-    with pytest.raises(FloatingPointError, match="Gram"):
-        solve_(G, right)
+    overwritten = G.clone()
+    assert_close(G @ solve_(overwritten, right), right)
+    assert_close(overwritten.tril() @ overwritten.tril().T, G)
 
 
-@pytest.mark.parametrize("size", [7, 2100])
-def test_sums_of_squares_of_rows_are_whole_and_symmetric(size: int) -> None:
-    rows = torch.randn(11, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("entry", [-1.0, torch.nan])
+def test_what_is_not_positive_definite_is_an_error(size: int, entry: float) -> None:
+    # In the first block, in one of the middle, and in the last.
+    for place in (0, size // 2, size - 1):
+        G = torch.eye(size, dtype=torch.float64)
+        G[place, place] = entry
+        with pytest.raises(FloatingPointError, match="Gram"):
+            solve_(G, torch.ones(size, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_of_squares_of_rows_are_whole_symmetric_and_in_float64(size: int) -> None:
+    rows = torch.randn(11, size, generator=torch.Generator().manual_seed(0))
     total = sum_of_squares(rows.split(4), size, rows.device)
-    assert_close(total, rows.T @ rows)
+    assert_close(total, rows.double().T @ rows.double(), rtol=1e-12, atol=1e-13)
     assert torch.equal(total, total.T)
 
 
