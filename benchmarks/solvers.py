@@ -137,6 +137,7 @@ def passes_to(target: float, runs: Sequence[tuple[float, float]]) -> str:
 
 def rows(name: str, num_data: int, longest: int, steps: int) -> Iterator[list[str]]:
     """A row for each solver."""
+    torch.manual_seed(0)  # initial weights
     net, likelihood, x, y = NETWORKS[name](num_data, steps)
     batches = list(zip(x.split(500), y.split(500), strict=True))
     model = tangent_model_of(Linearisation(net), likelihood, batches, kind="homogeneous").model
